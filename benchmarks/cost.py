@@ -1,0 +1,272 @@
+"""What the harness costs, in CPU time.
+
+    python benchmarks/cost.py driver    [--engine NAME] [--steps N]   steps per second, harness apart from engine
+    python benchmarks/cost.py pool      [--steps N]                   the same workload on 64 and on 16,384 blocks
+    python benchmarks/cost.py machine   [--examples N]                Hypothesis machine against an empty one
+
+Best of three, because shared machines are noisy. Benchmarks measure; they assert nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from conformance.engines import load
+from conformance.execute import open_session
+from conformance.operations import Add, Operation, Step
+from conformance.protocol import (
+    Capabilities,
+    CommitResult,
+    Engine,
+    EngineConfig,
+    EngineFactory,
+    Request,
+    Sampled,
+    SequenceKey,
+    Snapshot,
+    StepPlan,
+    Usage,
+)
+from conformance.requirements import load as load_requirements
+from fuzz.driver import Driver, campaign
+from fuzz.machine import machine_for
+
+REPEATS = 3
+clock = time.process_time
+
+
+class Timed:
+    """An engine whose calls are timed: what is left of a run is the harness."""
+
+    def __init__(self, engine: Engine, meter: dict[str, float]) -> None:
+        self._engine = engine
+        self._meter = meter
+        self.capabilities: Capabilities = engine.capabilities
+
+    def _time(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        begin = clock()
+        try:
+            return call(*arguments)
+        finally:
+            self._meter["engine"] += clock() - begin
+            self._meter["calls"] += 1
+
+    def add_request(self, request: Request) -> None:
+        self._time(self._engine.add_request, request)
+
+    def abort_request(self, request_id: str) -> None:
+        self._time(self._engine.abort_request, request_id)
+
+    def schedule(self) -> StepPlan:
+        plan: StepPlan = self._time(self._engine.schedule)
+        return plan
+
+    def commit(self, step: int, sampled: Mapping[SequenceKey, Sampled]) -> CommitResult:
+        result: CommitResult = self._time(self._engine.commit, step, sampled)
+        return result
+
+    def reset_prefix_cache(self) -> bool:
+        done: bool = self._time(self._engine.reset_prefix_cache)
+        return done
+
+    def usage(self) -> Usage:
+        usage: Usage = self._time(self._engine.usage)
+        return usage
+
+    def snapshot(self) -> Snapshot:
+        snapshot: Snapshot = self._time(self._engine.snapshot)
+        return snapshot
+
+    def close(self) -> None:
+        self._time(self._engine.close)
+
+
+def driver(engine: str, steps: int, pinned: dict[str, Any]) -> None:
+    """Steps per CPU second of the driver with all oracles on, and how much of a step is the harness."""
+    factory = load(engine).factory
+    judged = frozenset(load_requirements())
+    probe = factory(EngineConfig(**pinned))
+    capabilities = probe.capabilities
+    probe.close()
+
+    def run(make: EngineFactory) -> tuple[float, int]:
+        begin = clock()
+        state = campaign(
+            Driver(make, capabilities, seed=1, pinned=pinned), steps_max=steps, judged=judged
+        )
+        return clock() - begin, state.steps
+
+    plain = min(run(factory) for _ in range(REPEATS))
+    best: tuple[float, float] | None = None
+    for _ in range(REPEATS):
+        meter = {"engine": 0.0, "calls": 0.0}
+        total, _ = run(lambda config, meter=meter: Timed(factory(config), meter))  # type: ignore[misc]
+        # The clock's own cost is in both figures; taken off once a call.
+        overhead = meter["calls"] * _clock_seconds()
+        sample = (total - overhead, meter["engine"] - overhead / 2)
+        best = sample if best is None or sample < best else best
+    assert best is not None
+    total, inside = best
+    harness = max(0.0, plain[0] - inside)
+    print(f"{engine} {capabilities.version}, {plain[1]:,} steps, all oracles on")
+    print(f"  {plain[1] / plain[0]:,.0f} steps per CPU second ({1e6 * plain[0] / plain[1]:.1f} us a step)")
+    print(f"  engine  {1e6 * inside / plain[1]:6.1f} us a step")
+    print(f"  harness {1e6 * harness / plain[1]:6.1f} us a step ({100 * harness / plain[0]:.0f} % of the whole)")
+
+
+def _clock_seconds() -> float:
+    begin = clock()
+    for _ in range(10000):
+        clock()
+    return (clock() - begin) / 10000 * 2
+
+
+def pool(steps: int) -> None:
+    """The same requests on a small and on a large pool: what a step costs must not follow the pool."""
+    factory = load("reference").factory
+    for blocks in (64, 16384):
+        config = EngineConfig(
+            num_blocks=blocks, block_size=4, max_num_seqs=6, max_model_len=64, max_num_batched_tokens=64,
+            enable_chunked_prefill=True, enable_prefix_caching=True,
+        )  # fmt: skip
+        operations = _workload(steps)
+        best = min(_session_seconds(factory, config, operations) for _ in range(REPEATS))
+        print(f"{blocks:6,} blocks: {1e6 * best / steps:.1f} us a step (harness and engine, audits apart)")
+
+
+def _workload(steps: int) -> list[Operation]:
+    rng = Random(1)
+    operations: list[Operation] = []
+    for _ in range(steps):
+        if rng.random() < 0.2:
+            operations.append(Add(prompt_len=rng.randint(1, 30), max_tokens=rng.randint(1, 20), shared_len=8))
+        operations.append(Step())
+    return operations
+
+
+def _session_seconds(factory: EngineFactory, config: EngineConfig, operations: list[Operation]) -> float:
+    session = open_session(factory, config)
+    session.audit_every_steps = 1 << 30  # the audit is O(pool) by design, every 64 steps
+    begin = clock()
+    for operation in operations:
+        session.apply(operation)
+    spent = clock() - begin
+    assert not session.violations, session.violations
+    return spent
+
+
+class EmptyMachine(RuleBasedStateMachine):
+    """The shape of the engine machine with nothing in it."""
+
+    @initialize(random=st.randoms(use_true_random=False))
+    def build(self, random: Any) -> None:
+        """As many draws as a configuration takes."""
+        for _ in range(20):
+            random.random()
+
+    @rule(
+        prompt=st.integers(1, 40),
+        outputs=st.integers(1, 40),
+        shared=st.integers(0, 40),
+        family=st.integers(0, 1),
+        priority=st.integers(0, 2),
+        n=st.sampled_from((1, 1, 1, 2)),
+        stop_after=st.none() | st.integers(1, 8),
+        identity=st.integers(0, 2),
+    )
+    def add(self, **_: Any) -> None:
+        """Nothing."""
+
+    @rule(prompt_len=st.integers(1, 80), max_tokens=st.integers(1, 80))
+    def add_oversize(self, **_: Any) -> None:
+        """Nothing."""
+
+    @rule()
+    def again(self) -> None:
+        """Nothing."""
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        """Nothing."""
+
+    @rule()
+    def drain(self) -> None:
+        """Nothing."""
+
+    @rule(index=st.integers(0, 5))
+    def abort(self, index: int) -> None:
+        """Nothing."""
+
+    @rule(index=st.integers(0, 5))
+    def abort_ended(self, index: int) -> None:
+        """Nothing."""
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        """Nothing."""
+
+    @invariant()
+    def nothing(self) -> None:
+        """Nothing."""
+
+
+def machine(examples: int) -> None:
+    """CPU seconds of the Hypothesis machine: empty, and on the reference engine."""
+    profile = settings(
+        max_examples=examples, stateful_step_count=30, derandomize=True, database=None, deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+
+    def run(kind: type[RuleBasedStateMachine]) -> float:
+        begin = clock()
+        run_state_machine_as_test(kind, settings=profile)  # type: ignore[no-untyped-call]
+        return clock() - begin
+
+    meter = {"engine": 0.0, "calls": 0.0}
+    factory = load("reference").factory
+    timed = machine_for("timed", lambda config: Timed(factory(config), meter))
+    empty = min(run(EmptyMachine) for _ in range(REPEATS))
+    full, inside = min(_with_meter(run, timed, meter) for _ in range(REPEATS))
+    print(f"{examples} examples of up to 30 rules")
+    print(f"  empty machine            {empty:.2f} s")
+    print(f"  reference engine machine {full:.2f} s, {inside:.2f} s of it inside the engine")
+    print(f"  without the engine: {(full - inside) / empty:.2f} times the empty machine")
+
+
+def _with_meter(
+    run: Callable[[type[RuleBasedStateMachine]], float],
+    kind: type[RuleBasedStateMachine],
+    meter: dict[str, float],
+) -> tuple[float, float]:
+    meter["engine"] = 0.0
+    full = run(kind)
+    return full, meter["engine"]
+
+
+def main() -> None:
+    """Run what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("driver", "pool", "machine"))
+    parser.add_argument("--engine", default="reference")
+    parser.add_argument("--steps", type=int, default=30000)
+    parser.add_argument("--examples", type=int, default=200)
+    arguments = parser.parse_args()
+    if arguments.what == "driver":
+        small = {"max_num_seqs": 6, "num_blocks": 14} if arguments.engine == "reference" else {}
+        driver(arguments.engine, arguments.steps, small)
+    elif arguments.what == "pool":
+        pool(min(arguments.steps, 5000))
+    else:
+        machine(arguments.examples)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""The reference engine under the harness's protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from conformance import protocol
+from conformance.protocol import (
+    BlockMove,
+    Capabilities,
+    CommitResult,
+    ConfigRefused,
+    EngineConfig,
+    Feature,
+    Finished,
+    RequestRefused,
+    Sampled,
+    SequenceKey,
+    SequencePlan,
+    Snapshot,
+    StepPlan,
+    Usage,
+)
+from reference_engine import config as core_config
+from reference_engine.block_pool import NULL_BLOCK
+from reference_engine.engine import Engine, RequestError
+from reference_engine.request import Request, Sequence
+from reference_engine.scheduler import Plan, ScheduledSequence
+
+VERSION = "1"
+
+FEATURES: frozenset[Feature] = frozenset(
+    {
+        "abort",
+        "chunked_prefill",
+        "fork",
+        "identity",
+        "length_limit",
+        "lookahead",
+        "pipeline",
+        "prefix_caching",
+        "priority",
+        "recompute",
+        "reset_prefix_cache",
+        "sliding_window",
+        "snapshot",
+        "stop_token",
+        "swap",
+        "token_budget",
+        "usage",
+        "watermark",
+    }
+)
+
+OPTIONS: dict[str, str] = {
+    "append_check": "How blocks are counted before the running set appends: "
+    + ", ".join(core_config.APPEND_CHECK_NAMES),
+    "free_list": "Which free block is handed out: " + ", ".join(core_config.FREE_LIST_ORDERS),
+    "max_chunk_tokens": "Most prefill tokens of one sequence in a step, 0 for the token budget alone",
+    "null_block": "Keep block 0 as the null block; true by default with a sliding window, else false",
+}
+
+_UNSUPPORTED = ("num_speculative_tokens", "encoder_cache_size", "kv_cache_groups")
+_SHARED_FIELDS = tuple(name for name in core_config.FIELD_NAMES if name in EngineConfig.__struct_fields__)
+
+
+def make(config: EngineConfig) -> protocol.Engine:
+    """Build the reference engine. Raises `ConfigRefused`, naming field, value and rule."""
+    return ReferenceAdapter(_core_config(config))
+
+
+def _core_config(config: EngineConfig) -> core_config.EngineConfig:
+    for name in _UNSUPPORTED:
+        if getattr(config, name):
+            raise ConfigRefused(
+                f"{name} = {getattr(config, name)!r}: the reference engine does not have this"
+            )
+    unknown = sorted(set(config.engine_options) - set(OPTIONS))
+    if unknown:
+        raise ConfigRefused(f"engine_options: no option {', '.join(unknown)}; known: {', '.join(OPTIONS)}")
+    fields: dict[str, Any] = {name: getattr(config, name) for name in _SHARED_FIELDS}
+    fields["null_block"] = config.sliding_window is not None
+    fields.update(config.engine_options)
+    try:
+        return core_config.EngineConfig(**fields)
+    except core_config.ConfigError as error:
+        raise ConfigRefused(str(error)) from None
+
+
+class ReferenceAdapter:
+    """Translates between `reference_engine.engine.Engine` and `conformance.protocol.Engine`."""
+
+    def __init__(self, config: core_config.EngineConfig) -> None:
+        self.config = config
+        self.engine = Engine(config)
+        self._capabilities = Capabilities(
+            engine="reference",
+            version=VERSION,
+            features=FEATURES,
+            null_block=NULL_BLOCK if config.null_block else None,
+            reserved_blocks=int(config.null_block),
+            deferred_free_steps=config.pipeline_depth if config.pipeline_depth > 1 else 0,
+            refuses_outgrowing=True,
+            options=OPTIONS,
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def add_request(self, request: protocol.Request) -> None:
+        if request.encoder_items:
+            raise RequestRefused(f"request {request.request_id}: the reference engine takes no encoder items")
+        try:
+            self.engine.add_request(
+                Request(
+                    request.request_id,
+                    request.prompt,
+                    request.max_tokens,
+                    n=request.n,
+                    priority=request.priority,
+                    arrival=request.arrival,
+                    stop_token=request.stop_token,
+                    salt=request.cache_salt,
+                    adapter=request.adapter,
+                )
+            )
+        except RequestError as error:
+            raise RequestRefused(str(error)) from None
+
+    def abort_request(self, request_id: str) -> None:
+        self.engine.abort_request(request_id)
+
+    def schedule(self) -> StepPlan:
+        plan = self.engine.schedule()
+        step = StepPlan(step=plan.step, sequences=[_sequence_plan(scheduled) for scheduled in plan.sequences])
+        if plan.moves or plan.preempted:
+            _add_moves(step, plan)
+        return step
+
+    def commit(self, step: int, sampled: Mapping[SequenceKey, Sampled]) -> CommitResult:
+        finished = self.engine.commit(
+            step, {key: _only_token(key, sample) for key, sample in sampled.items()}
+        )
+        return CommitResult(
+            [Finished(request_id=name, outputs=outputs, reason=why) for name, outputs, why in finished]
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        return self.engine.reset_prefix_cache()
+
+    def usage(self) -> Usage:
+        scheduler = self.engine.scheduler
+        return Usage(
+            free_blocks=self.engine.blocks.pool.available,
+            running=scheduler.running_sequences,
+            waiting=len(scheduler.waiting),
+            swapped=len(scheduler.swapped),
+            preemptions=scheduler.num_preemptions,
+        )
+
+    def snapshot(self) -> Snapshot:
+        pool, scheduler = self.engine.blocks.pool, self.engine.scheduler
+        held: dict[str, list[list[int]]] = {}
+        for request in scheduler.running:
+            held[request.request_id] = [_held_blocks(sequence, pool.reserved) for sequence in request.live]
+        for sequence in self.engine.blocks.deferred:
+            held.setdefault(sequence.request.request_id, []).append(_held_blocks(sequence, pool.reserved))
+        return Snapshot(
+            free=list(pool.free),
+            cached=list(pool.evictable),
+            reserved=list(range(pool.reserved)),
+            held=held,
+            ref_counts={block: count for block, count in enumerate(pool.refs) if count},
+            swap_free=list(self.engine.blocks.host.free),
+            waiting=[request.request_id for request in scheduler.waiting],
+            running=[request.request_id for request in scheduler.running],
+            swapped=[request.request_id for request in scheduler.swapped],
+        )
+
+    def close(self) -> None:
+        """Nothing to release: the engine is plain Python data."""
+
+
+def _sequence_plan(scheduled: ScheduledSequence) -> SequencePlan:
+    sequence, first, num_tokens, samples = scheduled
+    end = first + num_tokens
+    return SequencePlan(
+        request_id=sequence.request.request_id,
+        seq=sequence.index,
+        first=first,
+        num_tokens=num_tokens,
+        block_tables=[sequence.table[:]],
+        samples=samples,
+        # A token that a step in flight has yet to sample is not known here.
+        token_ids=sequence.tokens[first:end] if end <= len(sequence.tokens) else None,
+    )
+
+
+def _add_moves(step: StepPlan, plan: Plan) -> None:
+    step.moves = [BlockMove(kind, src, dst) for kind, src, dst in plan.moves]
+    step.preempted = [
+        protocol.Preemption(
+            request_id=preemption.request.request_id,
+            mode=preemption.mode,
+            blocks_counted=preemption.blocks_counted,
+            blocks_free=preemption.blocks_free,
+            asked_by=preemption.asked_by.request_id,
+        )
+        for preemption in plan.preempted
+    ]
+
+
+def _only_token(key: SequenceKey, sample: Sampled) -> int:
+    if len(sample.tokens) != 1:
+        raise ValueError(
+            f"{len(sample.tokens)} tokens for sequence {key}: without speculation it is one per step"
+        )
+    return sample.tokens[0]
+
+
+def _held_blocks(sequence: Sequence, num_reserved: int) -> list[int]:
+    return [block for block in sequence.table if block >= num_reserved]

@@ -1,0 +1,138 @@
+"""Run a whole list of operations on a fresh engine, and replay a trace: FIXED, FAILED or ERROR."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+import msgspec
+
+from conformance.operations import Operation
+from conformance.protocol import ConfigRefused, EngineConfig, EngineFactory
+from conformance.session import Session, Violation
+from conformance.trace import Finding, Footer, Header, Line, Recorder, Trace
+from conformance.version import __version__
+from conformance.watchdog import Watchdog
+
+
+class Execution(msgspec.Struct, kw_only=True):
+    """What came of running operations on one engine. ``refused``: the configuration was not accepted."""
+
+    violations: list[Violation] = []
+    steps: int = 0
+    preemptions: int = 0
+    prefills: int = 0
+    behaviours: dict[str, int] = {}
+    refused: str | None = None
+    lines: list[Line] = []
+    digest: str = ""
+    engine_version: str = ""
+
+
+def open_session(
+    factory: EngineFactory,
+    config: EngineConfig,
+    *,
+    judge: Collection[str] | None = None,
+    stop_at_first: bool = False,
+    watchdog: Watchdog | None = None,
+    recorder: Recorder | None = None,
+) -> Session:
+    """Build the engine and a session on it. Raises `ConfigRefused` when the engine will not run so.
+
+    A feature the configuration needs and the engine does not declare is refused here, in one place.
+    """
+    engine = factory(config)
+    undeclared = config.features_needed() - engine.capabilities.features
+    if undeclared:
+        engine.close()
+        names = ", ".join(sorted(undeclared))
+        raise ConfigRefused(f"{engine.capabilities.engine} does not declare {names}, which the configuration needs")
+    return Session(
+        engine, config, judge=judge, stop_at_first=stop_at_first, watchdog=watchdog, recorder=recorder
+    )
+
+
+def execute(
+    factory: EngineFactory,
+    config: EngineConfig,
+    operations: Collection[Operation],
+    *,
+    judge: Collection[str] | None = None,
+    stop_at_first: bool = True,
+    watchdog: Watchdog | None = None,
+    record: bool = False,
+) -> Execution:
+    """Run ``operations``, drain, audit. With ``record`` the outcome of every operation is kept."""
+    recorder = Recorder() if record else None
+    try:
+        session = open_session(
+            factory, config, judge=judge, stop_at_first=stop_at_first, watchdog=watchdog, recorder=recorder
+        )
+    except ConfigRefused as refusal:
+        return Execution(refused=str(refusal))
+    session.run(operations)
+    return Execution(
+        violations=session.violations,
+        steps=session.steps,
+        preemptions=session.preemptions,
+        prefills=session.prefills,
+        behaviours=session.ledger.behaviours,
+        lines=recorder.lines if recorder else [],
+        digest=recorder.digest() if recorder else "",
+        engine_version=session.capabilities.version,
+    )
+
+
+def trace_of(
+    engine: str, config: EngineConfig, execution: Execution, *, seed: int | None = None, note: str = ""
+) -> Trace:
+    """The trace of a recorded execution."""
+    return Trace(
+        header=Header(
+            kvconform=__version__,
+            engine=engine,
+            engine_version=execution.engine_version,
+            config=config,
+            seed=seed,
+            note=note,
+        ),
+        lines=execution.lines,
+        footer=Footer(
+            verdict="violated" if execution.violations else "holds",
+            steps=execution.steps,
+            violations=[msgspec.convert(violation, Finding, from_attributes=True) for violation in execution.violations],
+            digest=execution.digest,
+        ),
+    )
+
+
+class Replay(msgspec.Struct, kw_only=True):
+    """A trace run again. FAILED: the recorded violation is still there. FIXED: it is not. ERROR: it cannot run."""
+
+    status: Literal["FIXED", "FAILED", "ERROR"]
+    reason: str
+    execution: Execution
+    same_digest: bool = False
+
+
+def replay(factory: EngineFactory, trace: Trace, watchdog: Watchdog | None = None) -> Replay:
+    """Run a trace's operations again under its configuration and judge what its footer says was broken."""
+    judged = [finding.requirement for finding in trace.footer.violations]
+    operations: Sequence[Operation] = trace.operations
+    execution = execute(
+        factory,
+        trace.header.config,
+        operations,
+        judge=judged or None,
+        stop_at_first=True,
+        watchdog=watchdog,
+        record=True,
+    )
+    same = execution.digest == trace.footer.digest
+    if execution.refused is not None:
+        return Replay(status="ERROR", reason=f"the engine refuses the configuration: {execution.refused}", execution=execution)
+    if execution.violations:
+        return Replay(status="FAILED", reason=str(execution.violations[0]), execution=execution, same_digest=same)
+    reason = f"{', '.join(judged)} holds on this trace" if judged else "every requirement holds on this trace"
+    return Replay(status="FIXED", reason=reason, execution=execution, same_digest=same)

@@ -1,0 +1,144 @@
+"""Known failures of engines, as data: strict, versioned, each with its reason and a link.
+
+One file per engine, ``expectations/ENGINE.toml``, with entries::
+
+    [[known]]
+    requirement = "PRE-1"
+    cases = ["full-batch/*"]           # optional: patterns of scenario/case; without it, every case
+    versions = ">=0.5,<0.9"            # optional: a specifier of versions; without it, every version
+    options = { block_manager = "v1" } # optional: engine options it holds under
+    reason = "one sentence"
+    link = "https://..."
+
+An entry allows its cases to fail. It is *stale* when at least one of them was run and none fails; a stale entry
+makes a check fail, so that a mended engine is noticed. Requirements and patterns that name nothing are errors.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from conformance.protocol import EngineConfig, OptionValue
+from conformance.requirements import load as load_requirements
+from conformance.scenarios import case_names
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+class ExpectationsError(ValueError):
+    """A file of expectations is wrong: the file, the entry, what its field takes."""
+
+
+class Expectation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One known failure; the fields are explained at the head of this module."""
+
+    requirement: str
+    reason: str
+    link: str
+    cases: tuple[str, ...] = ()
+    versions: str = ""
+    options: dict[str, OptionValue] = {}
+
+    def covers(self, case: str) -> bool:
+        """Whether ``case`` (``scenario/case``) is allowed to fail."""
+        return not self.cases or any(fnmatchcase(case, pattern) for pattern in self.cases)
+
+    def applies(self, version: str, config: EngineConfig) -> bool:
+        """Whether the entry is about this version, run with this configuration's engine options."""
+        if any(config.engine_options.get(name) != value for name, value in self.options.items()):
+            return False
+        if not self.versions:
+            return True
+        try:
+            return SpecifierSet(self.versions).contains(Version(version), prereleases=True)
+        except InvalidVersion:
+            return False
+
+    def describe(self) -> str:
+        """Reason and link in one sentence."""
+        return f"{self.reason} ({self.link})"
+
+
+class Expectations(msgspec.Struct, frozen=True, kw_only=True):
+    """The known failures of one engine."""
+
+    source: str
+    entries: tuple[Expectation, ...] = ()
+
+    def applying(self, version: str, config: EngineConfig) -> list[Expectation]:
+        """The entries about this version and configuration."""
+        return [entry for entry in self.entries if entry.applies(version, config)]
+
+
+def for_engine(name: str) -> Expectations:
+    """The expectations that come with kvconform for the engine ``name``; none for most. Raises `ExpectationsError`."""
+    resource = files("conformance").joinpath("expectations", f"{name}.toml")
+    if not name.replace("-", "").isalnum() or not resource.is_file():
+        return Expectations(source=f"{name}.toml")
+    return parse(resource.read_text(encoding="utf-8"), source=f"{name}.toml")
+
+
+def read(path: Path) -> Expectations:
+    """The expectations in a file of the user's own. Raises `ExpectationsError`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ExpectationsError(f"{path}: cannot be read: {error}") from None
+    return parse(text, source=str(path))
+
+
+def parse(text: str, *, source: str) -> Expectations:
+    """Read expectations from TOML; messages call the file ``source``. Raises `ExpectationsError`."""
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ExpectationsError(f"{source}: not valid TOML: {error}") from None
+    unknown = sorted(document.keys() - {"known"})
+    if unknown:
+        raise ExpectationsError(f"{source}: unknown key {unknown[0]!r}; expected [[known]] tables")
+    rows: Any = document.get("known", [])
+    if not isinstance(rows, list):
+        raise ExpectationsError(f"{source}: known must be an array of tables: [[known]]")
+    entries = []
+    for number, row in enumerate(rows, 1):
+        try:
+            entry = msgspec.convert(row, Expectation)
+        except msgspec.ValidationError as error:
+            known = ", ".join(Expectation.__struct_fields__)
+            raise ExpectationsError(f"{source}: entry {number}: {error}; known fields: {known}") from None
+        problems = _problems(entry)
+        if problems:
+            raise ExpectationsError(f"{source}: entry {number} ({entry.requirement}): {problems[0]}")
+        entries.append(entry)
+    return Expectations(source=source, entries=tuple(entries))
+
+
+def _problems(entry: Expectation) -> Sequence[str]:
+    problems = []
+    if entry.requirement not in load_requirements():
+        problems.append("no such requirement in the contract")
+    names = case_names()
+    problems += [
+        f"cases: {pattern!r} names no case"
+        for pattern in entry.cases
+        if not any(fnmatchcase(name, pattern) for name in names)
+    ]
+    if not entry.reason.strip() or not entry.link.strip():
+        problems.append("reason and link must not be empty")
+    try:
+        SpecifierSet(entry.versions)
+    except InvalidSpecifier:
+        problems.append(f"versions: {entry.versions!r} is not a version specifier such as '>=0.6,<0.7'")
+    return problems

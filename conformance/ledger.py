@@ -1,0 +1,412 @@
+"""The harness's own books: what every request and every block must look like, kept from plans alone.
+
+The ledger is written by `conformance.session` and read by the oracles. It keeps, per sequence, its tokens
+and how far they are computed, and, per block, how many live sequences hold it. Costs follow what changes.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from conformance.protocol import (
+    BlockId,
+    Capabilities,
+    EngineConfig,
+    Preemption,
+    Request,
+    RequestId,
+    SequenceKey,
+    SequencePlan,
+    StepPlan,
+    Usage,
+)
+from conformance.shadow_kv import Reader
+from conformance.token_model import PrefixTree
+
+
+class RequestState(Enum):
+    """Where a request is, as far as plans tell."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    SWAPPED = "swapped"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+    REFUSED = "refused"
+
+
+class SequenceRecord:
+    """One sequence: its tokens, the node of each, how many positions are computed, and its block tables."""
+
+    __slots__ = (
+        "computed",
+        "done_at_step",
+        "drafts",
+        "final_len",
+        "high_water",
+        "key",
+        "len_min",
+        "nodes",
+        "readers",
+        "request",
+        "settled",
+        "tables",
+        "tokens",
+    )
+
+    def __init__(self, request: RequestRecord, seq: int, tokens: list[int], nodes: list[int]) -> None:
+        self.request = request
+        self.key: SequenceKey = (request.spec.request_id, seq)
+        self.tokens = tokens
+        self.nodes = nodes
+        self.computed = 0
+        self.high_water = 0
+        """The most positions ever computed: progress, as opposed to recompute."""
+        self.tables: list[list[BlockId]] = []
+        self.readers: list[Reader] = []
+        self.drafts: list[int] = []
+        self.final_len: int | None = None
+        """Length at which the sequence ended, once its last token is sampled."""
+        self.done_at_step: int | None = None
+        self.settled = False
+        """Its end was committed: from then on it holds nothing and is not counted."""
+        self.len_min = len(tokens)
+        """Tokens the engine has certainly taken; less than len(tokens) only for steps in flight at a preemption."""
+
+    @property
+    def seq(self) -> int:
+        return self.key[1]
+
+    @property
+    def done(self) -> bool:
+        return self.final_len is not None
+
+    def __repr__(self) -> str:
+        return f"<{self.name} {self.computed}/{len(self.tokens)}>"
+
+    @property
+    def name(self) -> str:
+        """``r3``, or ``r3/1`` for the second sequence of a request with n > 1."""
+        rid, seq = self.key
+        return rid if self.request.spec.n == 1 else f"{rid}/{seq}"
+
+
+class RequestRecord:
+    """One request: what was asked, where it is, and how often it was started and preempted."""
+
+    __slots__ = (
+        "admitted_step",
+        "arrived_step",
+        "first_token_step",
+        "full_len",
+        "preempted_step",
+        "preemptions",
+        "prefills",
+        "sequences",
+        "spec",
+        "state",
+        "stop_after",
+    )
+
+    def __init__(self, spec: Request, stop_after: int | None, full_len: int, step: int) -> None:
+        self.spec = spec
+        self.stop_after = stop_after
+        self.full_len = full_len
+        """Tokens of one sequence when it has run to its end (stop token aside), after the model length cap."""
+        self.state = RequestState.WAITING
+        self.sequences: list[SequenceRecord] = []
+        self.arrived_step = step
+        self.admitted_step: int | None = None
+        self.preempted_step: int | None = None
+        self.first_token_step: int | None = None
+        self.preemptions = 0
+        self.prefills = 0
+
+    @property
+    def live(self) -> bool:
+        return self.state not in _ENDED
+
+    @property
+    def forked(self) -> bool:
+        return len(self.sequences) == self.spec.n
+
+    def unfinished(self) -> list[SequenceRecord]:
+        """The sequences that still have tokens to produce; before the fork, sequence 0 alone."""
+        return [record for record in self.sequences if record.final_len is None]
+
+    def rank(self, policy: str) -> tuple[int, int]:
+        """Smaller goes first under the scheduling policy."""
+        return (self.spec.priority if policy == "priority" else 0, self.spec.arrival)
+
+
+_ENDED = (RequestState.FINISHED, RequestState.ABORTED, RequestState.REFUSED)
+
+
+class Row:
+    """One `SequencePlan` next to what the ledger knew before it."""
+
+    __slots__ = ("added", "admitted", "end", "plan", "previous", "record", "resumed", "tables")
+
+    def __init__(self, record: SequenceRecord, plan: SequencePlan, *, admitted: bool, resumed: bool) -> None:
+        self.record = record
+        self.plan = plan
+        self.tables = plan.block_tables
+        self.previous = record.tables
+        self.admitted = admitted
+        """The request runs for the first time."""
+        self.resumed = resumed
+        """The request comes back from a preemption."""
+        self.end = plan.first + plan.num_tokens
+        self.added: list[BlockId] = []
+        """Blocks of the new tables that the previous ones did not have at the same place, null block aside."""
+
+
+class StepFacts:
+    """Everything an oracle may want to know of one step. ``free_before`` is the harness's own count."""
+
+    __slots__ = (
+        "free_before",
+        "plan",
+        "preempted",
+        "rows",
+        "running_before",
+        "usage_after",
+        "usage_before",
+    )
+
+    def __init__(
+        self, plan: StepPlan, running_before: list[RequestRecord], free_before: int, usage_before: Usage
+    ) -> None:
+        self.plan = plan
+        self.rows: list[Row] = []
+        self.preempted: list[tuple[RequestRecord, Preemption]] = []
+        self.running_before = running_before
+        self.free_before = free_before
+        self.usage_before = usage_before
+        self.usage_after = usage_before
+
+
+class Ledger:
+    """All requests of a session and the holders of every block."""
+
+    __slots__ = (
+        "behaviours",
+        "block_size",
+        "capabilities",
+        "config",
+        "distinct_held",
+        "ended",
+        "holders",
+        "live",
+        "preempted",
+        "requests",
+        "running",
+        "tree",
+        "usable_blocks",
+    )
+
+    def __init__(self, config: EngineConfig, capabilities: Capabilities) -> None:
+        self.config = config
+        self.capabilities = capabilities
+        self.block_size = config.block_size
+        self.tree = PrefixTree()
+        self.requests: dict[RequestId, RequestRecord] = {}
+        self.live: dict[RequestId, RequestRecord] = {}
+        """Live requests in order of arrival."""
+        self.running: dict[RequestId, RequestRecord] = {}
+        """The running set, in the order in which the requests (re)entered it."""
+        self.preempted: dict[RequestId, RequestRecord] = {}
+        """Requests taken off the running set, by recompute or swap, and not yet back."""
+        self.ended: list[RequestId] = []
+        self.holders: dict[BlockId, int] = {}
+        """Block -> number of live sequences whose table names it (null block aside)."""
+        self.distinct_held = 0
+        self.usable_blocks = config.num_blocks - capabilities.reserved_blocks
+        self.behaviours: dict[str, int] = {}
+        """How often each notable behaviour was seen; a campaign that never reaches one says so."""
+
+    # -- requests ----------------------------------------------------------------------------------------
+
+    def add(self, spec: Request, stop_after: int | None, step: int) -> RequestRecord:
+        """Enter a request as waiting. O(prompt)."""
+        full_len = len(spec.prompt) + spec.max_tokens
+        if self.has_length_limit:
+            full_len = min(full_len, self.tokens_max)
+        request = RequestRecord(spec, stop_after, full_len, step)
+        request.sequences.append(
+            SequenceRecord(request, 0, list(spec.prompt), self.tree.walk(spec, spec.prompt))
+        )
+        assert spec.request_id not in self.requests, "request ids are the harness's and unique"
+        self.requests[spec.request_id] = request
+        self.live[spec.request_id] = request
+        return request
+
+    def fork(self, request: RequestRecord) -> None:
+        """Give sequence 0's prompt, and the blocks it fills, to the other n - 1 sequences."""
+        assert not request.forked, "a request forks once, when its prompt is computed"
+        first = request.sequences[0]
+        sizes = [group.block_size for group in self.config.kv_cache_groups] or [self.block_size]
+        filled = [-(-first.computed // size) for size in sizes]  # what lies ahead of the prompt is sequence 0's own
+        for seq in range(1, request.spec.n):
+            child = SequenceRecord(request, seq, list(first.tokens), list(first.nodes))
+            child.computed = child.high_water = first.computed
+            child.readers = [Reader() for _ in first.tables]
+            request.sequences.append(child)
+            self.set_tables(child, [table[:count] for table, count in zip(first.tables, filled, strict=True)])
+
+    def end(self, request: RequestRecord, state: RequestState) -> None:
+        """The request is over: it must hold nothing any more."""
+        assert request.live, "a request ends once"
+        self.drop(request)
+        request.state = state
+        del self.live[request.spec.request_id]
+        self.running.pop(request.spec.request_id, None)
+        self.preempted.pop(request.spec.request_id, None)
+        self.ended.append(request.spec.request_id)
+
+    def preempt(self, request: RequestRecord, mode: str) -> None:
+        """Take a request off the running set; recompute forgets what was computed, swap keeps it."""
+        self.drop(request)
+        self.running.pop(request.spec.request_id, None)
+        self.preempted[request.spec.request_id] = request
+        request.preemptions += 1
+        if mode == "swap":
+            request.state = RequestState.SWAPPED
+        else:
+            request.state = RequestState.PREEMPTED
+            for record in request.sequences:
+                record.computed = 0
+
+    def resume(self, request: RequestRecord) -> None:
+        """The request runs: for the first time, or again."""
+        request.state = RequestState.RUNNING
+        self.running[request.spec.request_id] = request
+        self.preempted.pop(request.spec.request_id, None)
+
+    def drop(self, request: RequestRecord) -> None:
+        """The request's sequences hold no device block."""
+        for record in request.sequences:
+            self.set_tables(record, [])
+
+    # -- blocks ------------------------------------------------------------------------------------------
+
+    def set_tables(self, record: SequenceRecord, tables: list[list[BlockId]]) -> list[BlockId]:
+        """Make ``tables`` the sequence's; returns the blocks that are new at their place. O(changed + compare)."""
+        null = self.capabilities.null_block
+        holders = self.holders
+        added: list[BlockId] = []
+        old_tables = record.tables
+        for group in range(max(len(tables), len(old_tables))):
+            new = tables[group] if group < len(tables) else []
+            old = old_tables[group] if group < len(old_tables) else []
+            same = len(old)
+            if new[:same] != old:
+                same = 0
+                for one, other in zip(old, new):  # noqa: B905 - the common prefix of unequal lengths
+                    if one != other:
+                        break
+                    same += 1
+                for index in range(same, len(old)):
+                    if index >= len(new) or new[index] != old[index]:
+                        self._release(old[index], null)
+                for index in range(same, len(new)):
+                    if index >= len(old) or new[index] != old[index]:
+                        self._hold(new[index], null, holders, added)
+            else:
+                for index in range(same, len(new)):
+                    self._hold(new[index], null, holders, added)
+        record.tables = tables
+        if not tables:
+            record.readers = []
+        elif not record.readers:
+            record.readers = [Reader() for _ in tables]
+        return added
+
+    def _hold(
+        self, block: BlockId, null: BlockId | None, holders: dict[BlockId, int], added: list[BlockId]
+    ) -> None:
+        if block == null:
+            return
+        count = holders.get(block, 0)
+        if count == 0:
+            self.distinct_held += 1
+        holders[block] = count + 1
+        added.append(block)
+
+    def _release(self, block: BlockId, null: BlockId | None) -> None:
+        if block == null:
+            return
+        count = self.holders[block]
+        assert count > 0, "the ledger never releases what nobody holds"
+        if count == 1:
+            del self.holders[block]
+            self.distinct_held -= 1
+        else:
+            self.holders[block] = count - 1
+
+    # -- figures -----------------------------------------------------------------------------------------
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks nobody holds, cached ones included, as the harness counts them."""
+        return self.usable_blocks - self.distinct_held
+
+    @property
+    def running_sequences(self) -> int:
+        """Sequences on the running set: all n of a request, each until its end is committed."""
+        total = 0
+        for request in self.running.values():
+            n = request.spec.n
+            total += n if n == 1 or not request.forked else sum(not one.settled for one in request.sequences)
+        return total
+
+    def blocks_for(self, tokens: int) -> int:
+        """ceil(tokens / block_size)."""
+        return -(-tokens // self.block_size)
+
+    def full_blocks(self, request: RequestRecord) -> int:
+        """Blocks that hold all tokens of the request when its sequences have run to their end, sharing nothing."""
+        return self.blocks_for(self._capped(request.full_len + self.config.num_lookahead_slots)) * request.spec.n
+
+    def _capped(self, length: int) -> int:
+        return min(length, self.config.max_model_len) if self.has_length_limit else length
+
+    @property
+    def has_length_limit(self) -> bool:
+        return "length_limit" in self.capabilities.features
+
+    @property
+    def tokens_max(self) -> int:
+        """Tokens a sequence may reach, outputs included, by what the engine says max_model_len limits."""
+        return self.config.max_model_len + (1 if self.capabilities.length_cap == "computed" else 0)
+
+    @property
+    def has_token_budget(self) -> bool:
+        return "token_budget" in self.capabilities.features
+
+    @property
+    def watermark_blocks(self) -> int:
+        """Blocks that admission leaves free, as the configuration says."""
+        return int(self.config.watermark * self.config.num_blocks)
+
+    def surely_fits(self, request: RequestRecord) -> bool:
+        """Whether all tokens of the request fit the usable pool, watermark aside: then it must be served (PRG-2)."""
+        return self.full_blocks(request) <= self.usable_blocks - self.watermark_blocks
+
+    def can_never_fit(self, request: RequestRecord) -> bool:
+        """Whether the pool cannot even hold what must be computed: then it must be refused (PRG-3).
+
+        The last token sampled is never computed; the sequences of a request share its prompt's full blocks;
+        behind a sliding window a sequence may give blocks back.
+        """
+        blocks = self.blocks_for(self._capped(request.full_len - 1))
+        window = self.config.sliding_window
+        if window is not None:
+            blocks = min(blocks, self.blocks_for(window))
+        shared = min(blocks, len(request.spec.prompt) // self.block_size)
+        return blocks * request.spec.n - shared * (request.spec.n - 1) > self.usable_blocks
+
+    def saw(self, behaviour: str) -> None:
+        """Count one occurrence of a notable behaviour."""
+        self.behaviours[behaviour] = self.behaviours.get(behaviour, 0) + 1

@@ -1,0 +1,90 @@
+"""The vocabulary of a trace: total operations.
+
+Every operation is legal in every state: an index is taken modulo what is live, and with nothing to act on it
+is a recorded no-op. Therefore any sub-sequence of a trace is a trace, which is what lets a shrinker delete.
+Operations say nothing of block ids or engine state; what they mean is decided by `conformance.session`.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+
+class Add(msgspec.Struct, frozen=True, tag="add", omit_defaults=True, forbid_unknown_fields=True):
+    """Add one request of ``prompt_len`` tokens that may produce up to ``max_tokens``.
+
+    The first ``shared_len`` prompt tokens are those of the prompt family ``family`` (requests of one family
+    share them); the others are the request's own. With ``stop_after`` the model emits the request's stop
+    token as its output number ``stop_after`` (counted from 1).
+    """
+
+    prompt_len: int
+    max_tokens: int
+    family: int = 0
+    shared_len: int = 0
+    priority: int = 0
+    n: int = 1
+    stop_after: int | None = None
+    salt: int = 0
+    adapter: int = 0
+    encoder_sizes: tuple[int, ...] = ()
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort", omit_defaults=True, forbid_unknown_fields=True):
+    """Abort the live request number ``index`` modulo the live ones, in order of arrival."""
+
+    index: int = 0
+
+
+class AbortEnded(msgspec.Struct, frozen=True, tag="abort_ended", omit_defaults=True, forbid_unknown_fields=True):
+    """Abort an id that is not live: one that has ended (modulo those), or an unknown one when none has."""
+
+    index: int = 0
+
+
+class Step(msgspec.Struct, frozen=True, tag="step", omit_defaults=True, forbid_unknown_fields=True):
+    """Run ``count`` engine steps (schedule, execute, commit); with nothing live, one idle step."""
+
+    count: int = 1
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain", omit_defaults=True, forbid_unknown_fields=True):
+    """Step until nothing is live, or progress stops (which is a finding)."""
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache", omit_defaults=True, forbid_unknown_fields=True):
+    """Ask the engine to forget its cached prefixes."""
+
+
+Operation: TypeAlias = Add | Abort | AbortEnded | Step | Drain | ResetPrefixCache
+
+
+def describe(operation: Operation) -> str:
+    """One operation as a short English phrase, for terminals and messages."""
+    match operation:
+        case Add():
+            parts = [f"add prompt {operation.prompt_len} + {operation.max_tokens} tokens"]
+            if operation.shared_len:
+                parts.append(f"sharing {operation.shared_len} of family {operation.family}")
+            for name in ("priority", "salt", "adapter"):
+                if getattr(operation, name):
+                    parts.append(f"{name} {getattr(operation, name)}")
+            if operation.n > 1:
+                parts.append(f"n = {operation.n}")
+            if operation.stop_after is not None:
+                parts.append(f"stopping after {operation.stop_after}")
+            if operation.encoder_sizes:
+                parts.append(f"encoder items of {', '.join(map(str, operation.encoder_sizes))}")
+            return ", ".join(parts)
+        case Abort():
+            return f"abort live request {operation.index}"
+        case AbortEnded():
+            return f"abort ended request {operation.index}"
+        case Step():
+            return "step" if operation.count == 1 else f"step {operation.count} times"
+        case Drain():
+            return "drain"
+        case ResetPrefixCache():
+            return "reset the prefix cache"

@@ -1,0 +1,54 @@
+"""CCH-3: after a reset of the prefix cache nothing of before is hit. CCH-1 and CCH-2 are scenarios."""
+
+from __future__ import annotations
+
+from conformance.ledger import Ledger, StepFacts
+from conformance.oracles.base import Oracle, Report
+
+
+class CachingOracle(Oracle):
+    """O(blocks of the requests that start), and only once a reset has succeeded on an idle engine."""
+
+    requirements = ("CCH-3",)
+
+    def __init__(self, ledger: Ledger, report: Report) -> None:
+        super().__init__(ledger, report)
+        self._fresh: set[int] | None = None
+        """Blocks written since the last reset of an idle engine; None before the first."""
+
+    def on_reset(self, done: bool) -> None:  # noqa: FBT001
+        if not self.ledger.live:
+            if done:
+                self._fresh = set()
+            else:
+                self.report(
+                    "CCH-3",
+                    "reset_prefix_cache fails with no request live",
+                    expected="the cache is emptied",
+                    got="refused",
+                )
+        elif done and self.ledger.running and self.ledger.capabilities.reset_with_live == "refused":
+            self.report(
+                "CCH-3",
+                "reset_prefix_cache succeeds with requests running, though the engine declares that it refuses",
+                expected="refused",
+                got="done",
+            )
+
+    def on_step(self, facts: StepFacts) -> None:
+        if self._fresh is None:
+            return
+        size = self.ledger.block_size
+        for row in facts.rows:
+            table = row.tables[0]
+            if row.record.computed == 0 and row.plan.first:
+                stale = [block for block in table[: -(-row.plan.first // size)] if block not in self._fresh]
+                if stale:
+                    self.report(
+                        "CCH-3",
+                        f"{row.record.name} hits block {stale[0]}, cached before the prefix cache was reset",
+                        expected="no hit on what was there before the reset",
+                        got=f"{row.plan.first} positions taken from the cache",
+                    )
+        for row in facts.rows:
+            self._fresh.update(row.tables[0][row.plan.first // size :])

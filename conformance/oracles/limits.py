@@ -1,0 +1,52 @@
+"""LIM-*: sequences on the running set, tokens per step, length of a sequence, speculative tokens."""
+
+from __future__ import annotations
+
+from conformance.ledger import StepFacts
+from conformance.oracles.base import Oracle
+
+
+class LimitsOracle(Oracle):
+    """LIM-1 to LIM-4. O(sequences of the step)."""
+
+    requirements = ("LIM-1", "LIM-2", "LIM-3", "LIM-4")
+
+    def on_step(self, facts: StepFacts) -> None:
+        config = self.ledger.config
+        tokens = 0
+        for row in facts.rows:
+            plan = row.plan
+            tokens += plan.num_tokens
+            drafts = len(plan.draft_tokens)
+            if self.ledger.has_length_limit and row.end > config.max_model_len:
+                self.report(
+                    "LIM-4" if row.end - drafts <= config.max_model_len else "LIM-3",
+                    f"{row.record.name} computes position {row.end - 1}, past the model's length",
+                    expected=f"positions below max_model_len = {config.max_model_len}",
+                    got=f"positions {plan.first} to {row.end - 1}",
+                )
+            if drafts > config.num_speculative_tokens:
+                self.report(
+                    "LIM-4",
+                    f"{row.record.name} runs {drafts} draft tokens",
+                    expected=f"at most num_speculative_tokens = {config.num_speculative_tokens}",
+                    got=str(drafts),
+                )
+        if tokens > config.max_num_batched_tokens and self.ledger.has_token_budget:
+            self.report(
+                "LIM-2",
+                f"step {facts.plan.step} schedules {tokens} tokens",
+                expected=f"at most max_num_batched_tokens = {config.max_num_batched_tokens}",
+                got=" + ".join(str(row.plan.num_tokens) for row in facts.rows),
+            )
+
+    def after_step(self, facts: StepFacts) -> None:
+        running = self.ledger.running_sequences
+        limit = self.ledger.config.max_num_seqs
+        if running > limit:
+            self.report(
+                "LIM-1",
+                f"the running set holds {running} sequences after step {facts.plan.step}",
+                expected=f"at most max_num_seqs = {limit}",
+                got=", ".join(self.ledger.running),
+            )

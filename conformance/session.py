@@ -1,0 +1,573 @@
+"""The one way to drive an engine: operations in, verdicts out.
+
+    operation --> Session --> engine --> StepPlan --> ledger, shadow KV, oracles --> tokens back to the engine
+
+The suite, the fuzzer, replay and the benchmarks all go through here, so a verdict never depends on who asked.
+A session runs one engine once. It never raises for what the engine does: exceptions, hangs and lies of the
+engine become violations. It raises `AdapterError` when the adapter, not the engine, is at fault.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from conformance.ledger import Ledger, RequestRecord, RequestState, Row, SequenceRecord, StepFacts
+from conformance.operations import Abort, AbortEnded, Add, Drain, Operation, ResetPrefixCache, Step
+from conformance.oracles import ORACLES
+from conformance.oracles.accounting import AccountingOracle
+from conformance.protocol import (
+    AdapterError,
+    CommitResult,
+    Engine,
+    EngineConfig,
+    RequestRefused,
+    Sampled,
+    SequenceKey,
+    SequencePlan,
+    Snapshot,
+    StepPlan,
+    Usage,
+)
+from conformance.token_model import STOP_TOKEN, request_from
+from conformance.trace import Recorder
+from conformance.watchdog import Watchdog
+
+T = TypeVar("T")
+
+AUDIT_EVERY_STEPS = 64
+CORRUPTING = frozenset(
+    {"ACC-2", "ACC-3", "ACC-4", "ACC-9", "ID-1", "KV-1", "KV-2", "KV-3", "KV-4", "KV-5", "KV-6", "PRG-5", "PRG-8"}
+)
+"""After one of these the books no longer mean anything: the session ends at the end of the step."""
+
+
+class Violation(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One broken requirement: what, where, expected and got."""
+
+    requirement: str
+    message: str
+    expected: str = ""
+    got: str = ""
+    step: int = 0
+    operation: int = 0
+    """Index of the operation during which it was seen."""
+
+    def __str__(self) -> str:
+        return f"{self.requirement}: {self.message}\n  expected {self.expected}\n  got      {self.got}"
+
+
+class Session:
+    """Runs operations on one engine under all oracles.
+
+    ``judge``: the requirement ids to judge, None for all. ``stop_at_first``: end at the first violation.
+    Otherwise the first violation of each requirement is kept, until one that corrupts the books ends it.
+    ``over`` is true once nothing more is done; further operations are ignored.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: EngineConfig,
+        *,
+        judge: Collection[str] | None = None,
+        stop_at_first: bool = False,
+        watchdog: Watchdog | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.engine = engine
+        self.config = config
+        self.capabilities = engine.capabilities
+        self.ledger = Ledger(config, self.capabilities)
+        self.oracles = [oracle(self.ledger, self._report) for oracle in ORACLES]
+        self.violations: list[Violation] = []
+        self.over = False
+        self.audit_every_steps = AUDIT_EVERY_STEPS
+        self.steps = 0
+        self.operations = 0
+        self.preemptions = 0
+        self.prefills = 0
+        self._accounting = next(o for o in self.oracles if isinstance(o, AccountingOracle))
+        self._judge = None if judge is None else frozenset(judge)
+        self._stop_at_first = stop_at_first
+        self._watchdog = watchdog
+        self._recorder = recorder
+        self._in_flight: deque[tuple[StepPlan, dict[SequenceKey, Sampled]]] = deque()
+        self._depth = config.pipeline_depth
+        self._features = self.capabilities.features
+        self._usage = Usage()
+        self._audited_step = -1
+        if watchdog is not None:
+            watchdog.start()
+        self._refresh_usage()
+
+    # -- operations --------------------------------------------------------------------------------------
+
+    def apply(self, operation: Operation) -> None:
+        """Run one operation; a no-op when there is nothing to act on, or the session is over."""
+        if self.over:
+            return
+        if self._recorder is not None:
+            self._recorder.operation(operation)
+        match operation:
+            case Step():
+                for _ in range(max(1, operation.count)):
+                    self.step()
+                    if self.over:
+                        break
+            case Add():
+                self.add(operation)
+            case Abort():
+                if self.ledger.live:
+                    live = list(self.ledger.live)
+                    self._abort(live[operation.index % len(live)])
+            case AbortEnded():
+                ended = self.ledger.ended
+                self._abort(ended[operation.index % len(ended)] if ended else "r-unknown")
+            case ResetPrefixCache():
+                self._reset()
+            case Drain():
+                self.drain()
+        self.operations += 1
+
+    def run(self, operations: Collection[Operation]) -> list[Violation]:
+        """Run all operations, then `finish`; returns the violations."""
+        for operation in operations:
+            self.apply(operation)
+            if self.over:
+                break
+        self.finish()
+        return self.violations
+
+    def finish(self) -> None:
+        """Commit what is in flight, drain, audit and close. Idempotent in its verdict."""
+        self.drain()
+        if not self.over and self._audited_step != self.steps:
+            self.audit()
+        self.over = True
+        self._call("close", self.engine.close)
+
+    def add(self, operation: Add) -> RequestRecord | None:
+        """Add a request; None when the engine's declared features do not allow it, or it was refused."""
+        if (
+            (operation.n > 1 and "fork" not in self._features)
+            or (operation.stop_after is not None and "stop_token" not in self._features)
+            or ((operation.salt or operation.adapter) and "identity" not in self._features)
+            or (operation.encoder_sizes and not self.config.encoder_cache_size)
+        ):
+            return None
+        ledger = self.ledger
+        spec = request_from(operation, len(ledger.requests))
+        request = ledger.add(spec, operation.stop_after, self.steps)
+        try:
+            self._call("add_request", self.engine.add_request, spec, answers=(RequestRefused,))
+        except RequestRefused as refusal:
+            ledger.end(request, RequestState.REFUSED)
+            ledger.saw("refused")
+            for oracle in self.oracles:
+                oracle.on_refused(request, str(refusal))
+            self._note({"refused": str(refusal)})
+            return None
+        self._refresh_usage()
+        for oracle in self.oracles:
+            oracle.on_add(request)
+        return request
+
+    def _abort(self, rid: str) -> None:
+        if "abort" not in self._features:
+            return
+        request = self.ledger.live.get(rid)
+        self._call("abort_request", self.engine.abort_request, rid, requirement="PRG-6")
+        if request is not None:
+            self.ledger.saw(f"aborted while {request.state.value}")
+            self.ledger.end(request, RequestState.ABORTED)
+            for oracle in self.oracles:
+                oracle.on_end(request)
+        self._note({"aborted": rid})
+        self._refresh_usage()
+
+    def _reset(self) -> None:
+        if "reset_prefix_cache" not in self._features:
+            return
+        done = self._call("reset_prefix_cache", self.engine.reset_prefix_cache, requirement="CCH-3")
+        if done is not None:
+            self.ledger.saw("prefix cache reset" if done else "prefix cache reset refused")
+            for oracle in self.oracles:
+                oracle.on_reset(done)
+            self._note({"reset": done})
+        self._refresh_usage()
+
+    def drain(self) -> None:
+        """Step until nothing is live, or for as long as the requests could need, recomputed many times over."""
+        total = sum(request.full_len * request.spec.n for request in self.ledger.live.values())
+        for _ in range(256 + 64 * len(self.ledger.live) + 8 * total):
+            if self.over or (not self.ledger.live and not self._in_flight):
+                break
+            self.step()
+        if not self.over and not self.ledger.live and self._audited_step != self.steps:
+            if self.capabilities.deferred_free_steps:
+                for _ in range(self.capabilities.deferred_free_steps + 1):  # until what was deferred is due
+                    self.step()
+            self.audit()
+
+    # -- one step ----------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Schedule once; commit the oldest step in flight when the pipeline is full or nothing was scheduled."""
+        if self.over:
+            return
+        scheduled = self._schedule()
+        if self._in_flight and (len(self._in_flight) >= self._depth or not scheduled):
+            self._commit()
+        if not self.over and self.steps % self.audit_every_steps == 0:
+            self.audit()
+
+    def _schedule(self) -> bool:
+        ledger = self.ledger
+        facts_usage = self._usage
+        free = ledger.free_blocks
+        may_hold_more = self.capabilities.keeps_blocks or self.capabilities.deferred_free_steps
+        if may_hold_more and facts_usage.free_blocks is not None:
+            free = min(free, facts_usage.free_blocks)
+        plan = self._call("schedule", self.engine.schedule)
+        if plan is None:
+            return False
+        facts = StepFacts(plan, list(ledger.running.values()), free, facts_usage)
+        if not self._match_plan(facts):
+            return False
+        oracles = self.oracles
+        for oracle in oracles:
+            oracle.before_step(facts)
+        if self._recorder is not None:
+            self._recorder.plan(ledger, facts)
+        self._apply_queue_changes(facts)
+        for row in facts.rows:
+            self._enter_running(row)
+        for oracle in oracles:
+            oracle.on_step(facts)
+        sampled = self._execute(facts)
+        self._refresh_usage()
+        facts.usage_after = self._usage
+        if not self.over:
+            for oracle in oracles:
+                oracle.after_step(facts)
+            if self._accounting.unsettled:
+                self._accounting.settle(self._snapshot(), self._usage)
+        self.steps += 1
+        if plan.sequences or self._depth == 1:
+            self._in_flight.append((plan, sampled))
+            return True
+        return False
+
+    def _match_plan(self, facts: StepFacts) -> bool:
+        """Find the record of everything the plan names. False when the plan names what it may not."""
+        ledger, plan = self.ledger, facts.plan
+        for preemption in plan.preempted:
+            request = ledger.live.get(preemption.request_id)
+            if request is None:
+                return self._wrong_plan(preemption.request_id, "preempts", plan)
+            facts.preempted.append((request, preemption))
+        groups = max(1, len(self.config.kv_cache_groups))
+        seen: set[SequenceKey] = set()
+        for sequence in plan.sequences:
+            request = ledger.live.get(sequence.request_id)
+            if request is None:
+                return self._wrong_plan(sequence.request_id, "runs", plan)
+            if (
+                sequence.num_tokens < 1
+                or sequence.first < 0
+                or not 0 <= sequence.seq < request.spec.n
+                or len(sequence.block_tables) != groups
+            ):
+                raise AdapterError(f"step {plan.step}: malformed {sequence!r}")
+            key = (sequence.request_id, sequence.seq)
+            record = request.sequences[sequence.seq] if sequence.seq < len(request.sequences) else None
+            if record is None or key in seen or (record.done and not self._still_in_flight(record)):
+                what = "twice" if key in seen else "before its fork" if record is None else "after its last token"
+                self._report(
+                    "PRG-5",
+                    f"step {plan.step} runs sequence {sequence.seq} of {sequence.request_id} {what}",
+                    expected="each unfinished sequence at most once in a step",
+                    got=_span(sequence),
+                )
+                return False
+            seen.add(key)
+            facts.rows.append(self._row(record, sequence))
+        return True
+
+    def _row(self, record: SequenceRecord, sequence: SequencePlan) -> Row:
+        request = record.request
+        return Row(
+            record,
+            sequence,
+            admitted=request.admitted_step is None,
+            resumed=request.spec.request_id in self.ledger.preempted,
+        )
+
+    def _still_in_flight(self, record: SequenceRecord) -> bool:
+        """A sequence that stopped in a step not yet committed: the engine could not know."""
+        return any(plan.step == record.done_at_step for plan, _ in self._in_flight)
+
+    def _wrong_plan(self, rid: str, verb: str, plan: StepPlan) -> bool:
+        request = self.ledger.requests.get(rid)
+        if request is None:
+            raise AdapterError(f"step {plan.step} {verb} {rid!r}, a request that was never added")
+        self._report(
+            "PRG-6" if request.state is RequestState.ABORTED else "PRG-5",
+            f"step {plan.step} {verb} {rid}, which was {request.state.value}",
+            expected="live requests only",
+            got=", ".join(_span(s) for s in plan.sequences if s.request_id == rid) or verb,
+        )
+        return False
+
+    def _apply_queue_changes(self, facts: StepFacts) -> None:
+        ledger = self.ledger
+        running = {row.record.request.spec.request_id for row in facts.rows}
+        for request, preemption in facts.preempted:
+            rid = request.spec.request_id
+            if rid in running:
+                self._report(
+                    "ACC-7",
+                    f"step {facts.plan.step} preempts {rid} and runs it",
+                    expected="a preempted request holds no block and does not run",
+                    got=", ".join(_span(s) for s in facts.plan.sequences if s.request_id == rid),
+                )
+            self._note_preemption(request)
+            ledger.preempt(request, preemption.mode)
+            request.preempted_step = facts.plan.step
+            self.preemptions += 1
+        for rejection in facts.plan.rejected:
+            refused = ledger.live.get(rejection.request_id)
+            if refused is None:
+                continue
+            ledger.end(refused, RequestState.REFUSED)
+            ledger.saw("refused while scheduling")
+            for oracle in self.oracles:
+                oracle.on_refused(refused, rejection.reason)
+
+    def _note_preemption(self, request: RequestRecord) -> None:
+        saw = self.ledger.saw
+        saw("preempted")
+        if any(record.computed < len(record.tokens) - 1 for record in request.unfinished()):
+            saw("preempted mid-prefill")
+        if request.preemptions:
+            saw("preempted again")
+        if request.spec.n > 1:
+            saw("preempted with several sequences")
+        for record in request.sequences:
+            # What is in flight reaches the engine only after it has let go of the request.
+            record.len_min = min(record.len_min, len(record.tokens))
+
+    def _enter_running(self, row: Row) -> None:
+        ledger, record = self.ledger, row.record
+        request = record.request
+        if request.admitted_step is None:
+            request.admitted_step = self.steps
+        if request.state is not RequestState.RUNNING:
+            if row.resumed:
+                ledger.saw("swapped in" if request.state is RequestState.SWAPPED else "recomputed")
+            ledger.resume(request)
+        if record.computed == 0:
+            self.prefills += 1
+            request.prefills += 1
+            if row.plan.first:
+                ledger.saw("prefix hit after preemption" if row.resumed else "prefix hit")
+            self._forget_tokens_in_flight(row)
+        row.added = ledger.set_tables(record, row.tables)
+
+    def _forget_tokens_in_flight(self, row: Row) -> None:
+        """Tokens that were in flight at a preemption may be dropped and sampled again (they come out the same)."""
+        record = row.record
+        if record.len_min < len(record.tokens) and row.plan.samples and row.end < len(record.tokens):
+            length = max(record.len_min, row.end)
+            del record.tokens[length:]
+            del record.nodes[length:]
+            record.final_len = record.done_at_step = None
+
+    def _execute(self, facts: StepFacts) -> dict[SequenceKey, Sampled]:
+        """Compute the plan's positions and sample. O(sequences of the step)."""
+        sampled: dict[SequenceKey, Sampled] = {}
+        for row in facts.rows:
+            record, plan = row.record, row.plan
+            drafts = plan.draft_tokens
+            length = len(record.tokens)
+            record.computed = min(row.end - len(drafts), length)
+            if record.computed < length:
+                self.ledger.saw("prefill in chunks")
+            else:
+                request = record.request
+                if request.first_token_step is None:
+                    request.first_token_step = self.steps
+                if not request.forked:
+                    self.ledger.fork(request)
+                    for sequence in request.sequences:
+                        self._sample(sequence, [], sampled)
+                else:
+                    self._sample(record, drafts, sampled)
+            record.high_water = max(record.high_water, record.computed)
+        return sampled
+
+    def _sample(self, record: SequenceRecord, drafts: list[int], sampled: dict[SequenceKey, Sampled]) -> None:
+        """Sample after the sequence's last token; accept the drafts that agree with what comes out."""
+        tree = self.ledger.tree
+        request = record.request
+        prompt_len = len(request.spec.prompt)
+        tokens: list[int] = []
+        remaining = list(drafts)
+        while True:
+            outputs = len(record.tokens) - prompt_len
+            token = STOP_TOKEN if outputs + 1 == request.stop_after else tree.next_token(record.nodes[-1], record.seq)
+            tokens.append(token)
+            record.tokens.append(token)
+            record.nodes.append(tree.extend(record.nodes[-1], token))
+            ended = token == STOP_TOKEN or len(record.tokens) >= request.full_len
+            if ended and record.final_len is None:
+                record.final_len = len(record.tokens)
+                record.done_at_step = self.steps
+            if ended or not remaining or remaining.pop(0) != token:
+                break
+            record.computed += 1
+            self.ledger.saw("draft accepted")
+        next_drafts = self._propose(record) if self.config.num_speculative_tokens else []
+        sampled[record.key] = Sampled(tokens, next_drafts)
+
+    def _propose(self, record: SequenceRecord) -> list[int]:
+        """Drafts for the next step: right for a while, then wrong, as the prefix decides."""
+        tree, node = self.ledger.tree, record.nodes[-1]
+        right = node % (self.config.num_speculative_tokens + 1)
+        drafts = []
+        for number in range(self.config.num_speculative_tokens):
+            token = tree.next_token(node, record.seq)
+            drafts.append(token if number < right else token ^ 1)
+            node = tree.extend(node, drafts[-1])
+        return drafts
+
+    def _commit(self) -> None:
+        plan, sampled = self._in_flight.popleft()
+        result = self._call("commit", self.engine.commit, plan.step, sampled)
+        if result is None:
+            return
+        self._settle_commit(plan, sampled, result)
+        self._refresh_usage()
+
+    def _settle_commit(self, plan: StepPlan, sampled: Mapping[SequenceKey, Sampled], result: CommitResult) -> None:
+        ledger = self.ledger
+        ended: list[RequestRecord] = []
+        for key in sampled:
+            request = ledger.requests[key[0]]
+            if not request.live:
+                continue
+            record = request.sequences[key[1]]
+            if not self._in_flight:
+                record.len_min = len(record.tokens)
+            else:
+                record.len_min = max(record.len_min, min(len(record.tokens), record.len_min + len(sampled[key].tokens)))
+            if record.done and record.done_at_step == plan.step:
+                ledger.set_tables(record, [])
+                record.settled = True
+                if request.forked and all(one.settled for one in request.sequences):
+                    ended.append(request)
+        for oracle in self.oracles:
+            oracle.on_commit(plan.step, result.finished, ended)
+        if self._recorder is not None:
+            self._recorder.commit([report.request_id for report in result.finished])
+        for request in ended:
+            ledger.end(request, RequestState.FINISHED)
+            for oracle in self.oracles:
+                oracle.on_end(request)
+
+    def audit(self) -> None:
+        """Hold the engine's whole books against the ledger's, when the engine can show them."""
+        self._audited_step = self.steps
+        snapshot = None if self.over else self._snapshot()
+        if snapshot is not None:
+            for oracle in self.oracles:
+                oracle.audit(snapshot, self._usage)
+
+    def _snapshot(self) -> Snapshot | None:
+        return self._call("snapshot", self.engine.snapshot) if "snapshot" in self._features else None
+
+    # -- calls and reports -------------------------------------------------------------------------------
+
+    def _refresh_usage(self) -> None:
+        if "usage" in self._features and not self.over:
+            usage = self._call("usage", self.engine.usage)
+            if usage is not None:
+                self._usage = usage
+
+    def _call(
+        self,
+        name: str,
+        function: Callable[..., T],
+        *arguments: Any,
+        answers: tuple[type[Exception], ...] = (),
+        requirement: str = "PRG-8",
+    ) -> T | None:
+        """Call the engine; what it raises becomes a violation and ends the session (None is returned)."""
+        watchdog = self._watchdog
+        if watchdog is not None:
+            watchdog.begin(name)
+        try:
+            return function(*arguments)
+        except answers:
+            raise
+        except AdapterError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever an engine raises is a finding
+            frames = traceback.extract_tb(error.__traceback__)
+            where = next((f for f in reversed(frames) if f.filename != __file__), None)
+            place = "" if where is None else f" at {_short(where.filename)}:{where.lineno} in {where.name}"
+            self._report(
+                requirement,
+                f"{name} raised {type(error).__name__}: {_first_line(error)}{place}",
+                expected="the call returns",
+                got=f"{type(error).__name__} in step {self.steps}",
+            )
+            self.over = True
+            return None
+        finally:
+            if watchdog is not None:
+                watchdog.end()
+
+    def _report(self, requirement: str, message: str, *, expected: str = "", got: str = "") -> None:
+        if self._judge is not None and requirement not in self._judge:
+            self.over = self.over or requirement in CORRUPTING
+            return
+        if self._stop_at_first and self.violations:
+            return
+        if any(violation.requirement == requirement for violation in self.violations):
+            return
+        violation = Violation(
+            requirement=requirement,
+            message=message,
+            expected=expected,
+            got=got,
+            step=self.steps,
+            operation=self.operations,
+        )
+        self.violations.append(violation)
+        self.over = self.over or self._stop_at_first or requirement in CORRUPTING
+
+    def _note(self, outcome: dict[str, Any]) -> None:
+        if self._recorder is not None:
+            self._recorder.note(outcome)
+
+
+def _span(sequence: SequencePlan) -> str:
+    return (
+        f"{sequence.request_id}/{sequence.seq} positions {sequence.first} to "
+        f"{sequence.first + sequence.num_tokens - 1}"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or ["(no message)"])[0]
+
+
+def _short(filename: str) -> str:
+    """The last two parts of a path: enough to find the line, nothing of this machine."""
+    return "/".join(filename.replace("\\", "/").split("/")[-2:])

@@ -1,0 +1,92 @@
+"""An `EngineConfig` from words: a preset and ``key=value`` assignments, as the command line and pytest take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from conformance.protocol import ConfigRefused, EngineConfig, OptionValue
+
+OPTION_PREFIX: Final = "engine_options."
+
+
+class Preset(NamedTuple):
+    """A configuration under a name; its fields count as set by the user."""
+
+    fields: dict[str, Any]
+    summary: str
+
+
+PRESETS: Final[dict[str, Preset]] = {
+    "neuron": Preset(
+        {
+            "block_size": 2048,
+            "max_model_len": 2048,
+            "max_num_batched_tokens": 8192,
+            "num_blocks": 4,
+            "max_num_seqs": 4,
+        },
+        "one block holds a whole sequence, and there are as many as sequences (vLLM issue 8007)",
+    ),
+}
+
+_NOT_IN_WORDS = frozenset({"engine_options", "kv_cache_groups"})
+_MAY_BE_ZERO = frozenset(
+    {"encoder_cache_size", "num_lookahead_slots", "num_speculative_tokens", "num_swap_blocks", "watermark"}
+)
+
+
+def parse_settings(preset: str | None, assignments: Sequence[str]) -> tuple[EngineConfig, frozenset[str]]:
+    """The configuration, and the names of the fields that were set; later words win.
+
+    ``engine_options.NAME=value`` sets an option of the engine's own. Raises `ConfigRefused` with the word, what
+    was expected and what is known.
+    """
+    fields: dict[str, Any] = {}
+    options: dict[str, OptionValue] = {}
+    if preset is not None:
+        if preset not in PRESETS:
+            raise ConfigRefused(f"no preset {preset!r}; there is {', '.join(sorted(PRESETS))}")
+        fields.update(PRESETS[preset].fields)
+    for assignment in assignments:
+        name, equals, text = (part.strip() for part in assignment.partition("="))
+        if not equals or not name or not text:
+            raise ConfigRefused(f"{assignment!r}: expected key=value, for example num_blocks=4")
+        if name.startswith(OPTION_PREFIX) and name != OPTION_PREFIX:
+            options[name.removeprefix(OPTION_PREFIX)] = _option_value(text)
+        else:
+            fields[name] = _field_value(name, text)
+    if options:
+        fields["engine_options"] = options
+    return EngineConfig(**fields), frozenset(fields)
+
+
+def _field_value(name: str, text: str) -> Any:
+    kinds = {field.name: field.type for field in msgspec.structs.fields(EngineConfig)}
+    if name not in kinds or name in _NOT_IN_WORDS:
+        known = ", ".join(sorted(kinds.keys() - _NOT_IN_WORDS))
+        raise ConfigRefused(
+            f"{name}={text}: no such field; known are {known}, and {OPTION_PREFIX}NAME for an engine's own options"
+        )
+    word: Any = None if text.lower() in {"none", "null"} else text
+    try:
+        value = msgspec.convert(word, kinds[name], strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigRefused(f"{name}={text}: {error}") from None
+    least = 0 if name in _MAY_BE_ZERO else 1
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value < least:
+        raise ConfigRefused(f"{name}={text}: expected at least {least}, got {text}")
+    return value
+
+
+def _option_value(text: str) -> OptionValue:
+    if text.lower() in {"true", "false"}:
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,1 @@
+"""The conformance suite: ``pytest --pyargs conformance.suite --engine ENGINE``."""

@@ -1,0 +1,141 @@
+"""The harness plays the model: which prompt a request has, and which token follows a prefix.
+
+A *prefix* (all tokens of a sequence up to and including one position, under one request identity) is
+interned as a small integer, its *node*. Two positions hold the same KV exactly when they have the same node;
+this is what `conformance.shadow_kv` stores per slot. The next token is a function of the prefix alone, so
+every configuration must produce the same tokens for a request (DET-2).
+"""
+
+from __future__ import annotations
+
+from conformance.operations import Add
+from conformance.protocol import EncoderItem, Request
+
+STOP_TOKEN = 1
+"""Sampled only where a request says so; 0 is left alone because engines use it for padding."""
+FIRST_TOKEN = 2
+VOCABULARY_SIZE = 61
+"""Small on purpose: prefixes that agree by accident must occur."""
+
+_MASK = (1 << 61) - 1
+
+
+def _mix(value: int) -> int:
+    """A fixed 61-bit scramble (multiply, fold, multiply); the same on every machine and Python."""
+    value = (value * 0x9E3779B97F4A7C15 + 0x7F4A7C15) & ((1 << 64) - 1)
+    value ^= value >> 29
+    return (value * 0xBF58476D1CE4E5B9 >> 3) & _MASK
+
+
+def prompt_tokens(add: Add, ordinal: int) -> list[int]:
+    """The prompt of the ``ordinal``-th request of a trace: a family's prefix, then tokens of its own."""
+    shared = min(add.shared_len, add.prompt_len)
+    span = VOCABULARY_SIZE - FIRST_TOKEN
+    own = _mix(ordinal * 2 + 1)
+    family = _mix(add.family * 2)
+    return [FIRST_TOKEN + _mix(family + position) % span for position in range(shared)] + [
+        FIRST_TOKEN + _mix(own + position) % span for position in range(shared, add.prompt_len)
+    ]
+
+
+def request_from(add: Add, ordinal: int) -> Request:
+    """The request that ``add`` stands for as the ``ordinal``-th of a trace. Lengths below 1 become 1."""
+    if add.prompt_len < 1 or add.max_tokens < 1 or add.n < 1:
+        add = Add(
+            prompt_len=max(1, add.prompt_len), max_tokens=max(1, add.max_tokens), family=add.family,
+            shared_len=add.shared_len, priority=add.priority, n=max(1, add.n), stop_after=add.stop_after,
+            salt=add.salt, adapter=add.adapter, encoder_sizes=add.encoder_sizes,
+        )  # fmt: skip
+    items: list[EncoderItem] = []
+    at = 0
+    for number, size in enumerate(add.encoder_sizes):
+        size = max(1, min(size, add.prompt_len - at))
+        if at + size > add.prompt_len:
+            break
+        items.append(EncoderItem(key=f"item{add.family}.{number}:{size}", first=at, size=size))
+        at += size
+    return Request(
+        request_id=f"r{ordinal}",
+        prompt=prompt_tokens(add, ordinal),
+        max_tokens=add.max_tokens,
+        n=add.n,
+        priority=add.priority,
+        arrival=ordinal,
+        stop_token=None if add.stop_after is None else STOP_TOKEN,
+        cache_salt=f"salt{add.salt}" if add.salt else "",
+        adapter=f"adapter{add.adapter}" if add.adapter else "",
+        encoder_items=tuple(items),
+    )
+
+
+class PrefixTree:
+    """Interned prefixes. Node 0 is "nothing was written"; a request identity has a root node of its own."""
+
+    __slots__ = ("_children", "_hashes", "_parents", "_roots", "_root_of", "_tokens")
+
+    def __init__(self) -> None:
+        self._children: dict[int, int] = {}
+        self._hashes: list[int] = [0]
+        self._parents: list[int] = [0]
+        self._root_of: list[int] = [0]
+        self._tokens: list[int] = [-1]
+        self._roots: dict[tuple[str, str, tuple[EncoderItem, ...]], int] = {}
+
+    def root(self, request: Request) -> int:
+        """The root node of the request's identity: cache salt, adapter and encoder content."""
+        identity = (request.cache_salt, request.adapter, request.encoder_items)
+        node = self._roots.get(identity)
+        if node is None:
+            node = len(self._hashes)
+            self._roots[identity] = node
+            # The next token does not depend on the salt, which only keeps caches apart.
+            seed = 0
+            for char in request.adapter + "|" + "|".join(item.key for item in request.encoder_items):
+                seed = _mix(seed + ord(char))
+            self._hashes.append(seed)
+            self._parents.append(0)
+            self._root_of.append(node)
+            self._tokens.append(-1)
+        return node
+
+    def extend(self, node: int, token: int) -> int:
+        """The node of the prefix ``node`` followed by ``token``. O(1)."""
+        edge = node << 16 | token
+        child = self._children.get(edge)
+        if child is None:
+            child = len(self._hashes)
+            self._children[edge] = child
+            self._hashes.append(_mix(self._hashes[node] ^ token))
+            self._parents.append(node)
+            self._root_of.append(self._root_of[node])
+            self._tokens.append(token)
+        return child
+
+    def walk(self, request: Request, tokens: list[int]) -> list[int]:
+        """The node of every position of ``tokens`` under the request's identity."""
+        node = self.root(request)
+        nodes = []
+        for token in tokens:
+            node = self.extend(node, token)
+            nodes.append(node)
+        return nodes
+
+    def next_token(self, node: int, seq: int) -> int:
+        """The token the model samples after prefix ``node``; sequences of one request differ by ``seq``."""
+        span = VOCABULARY_SIZE - FIRST_TOKEN
+        return FIRST_TOKEN + (self._hashes[node] + seq * 7) % span
+
+    def same_identity(self, one: int, other: int) -> bool:
+        """Whether two nodes belong to requests of one identity (ID-1)."""
+        return self._root_of[one] == self._root_of[other]
+
+    def describe(self, node: int) -> str:
+        """What a slot holds, in words: its position and token."""
+        if node == 0:
+            return "nothing (never written)"
+        depth = 0
+        above = self._parents[node]
+        while above:
+            depth += 1
+            above = self._parents[above]
+        return f"token {self._tokens[node]} of position {depth - 1}"

@@ -1,0 +1,3 @@
+"""The version of kvconform; one place for wheel, traces and reports."""
+
+__version__ = "0.1.0"

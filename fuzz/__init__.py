@@ -1,0 +1,1 @@
+"""Finds trouble: operations drawn at random, failures shrunk, findings kept as files."""

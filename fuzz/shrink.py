@@ -1,0 +1,270 @@
+"""The shrinker: the shortest sequence of requests that still breaks the same requirement the same way.
+
+Passes over operations (delta debugging: Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing
+Input", TSE 2002), then over arguments, then over the configuration, again and again until nothing gets
+smaller or the number of executions is used up. Operations are total, so every candidate is a legal trace.
+What counts as "the same" is the fingerprint: the requirement and its message without numbers and names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from conformance.execute import Execution, execute
+from conformance.operations import Abort, AbortEnded, Add, Drain, Operation, Step
+from conformance.protocol import EngineConfig, EngineFactory
+from conformance.session import Violation
+from conformance.watchdog import Watchdog
+
+EXECUTIONS_MAX = 2000
+REPLAYS = 3
+
+_NUMBERS = re.compile(r"\br?\d+(/\d+)?\b|-\d+")
+_LISTS = re.compile(r"\[[^\]]*\]|(?:#, )+#")
+
+
+def normalised(violation: Violation) -> str:
+    """The requirement and the message with every number, name and list replaced: what two findings share."""
+    return f"{violation.requirement} {_LISTS.sub('#', _NUMBERS.sub('#', violation.message))}"
+
+
+class Shrunk(msgspec.Struct, kw_only=True):
+    """A smaller failing trace. ``stable`` is how many of the final replays failed in the same way."""
+
+    config: EngineConfig
+    operations: list[Operation]
+    violation: Violation
+    executions: int
+    stable: int
+    before: int
+    """Operations before shrinking."""
+
+
+class Shrinker:
+    """Shrinks one failing trace against one engine. Deterministic; bounded in executions, not in time."""
+
+    def __init__(
+        self,
+        factory: EngineFactory,
+        *,
+        executions_max: int = EXECUTIONS_MAX,
+        watchdog: Watchdog | None = None,
+        pinned: frozenset[str] = frozenset(),
+    ) -> None:
+        self._factory = factory
+        self._executions_max = executions_max
+        self._watchdog = watchdog
+        self._pinned = pinned
+        self.executions = 0
+        self._target = ""
+        self._requirement = ""
+        self._config = EngineConfig()
+        self._operations: list[Operation] = []
+        self._violation: Violation | None = None
+
+    def shrink(self, config: EngineConfig, operations: list[Operation], violation: Violation) -> Shrunk:
+        """Shrink a trace that breaks ``violation.requirement``. Returns it unshrunk if it does not fail again."""
+        self._target = normalised(violation)
+        self._requirement = violation.requirement
+        self._config, self._operations, self._violation = config, list(operations), violation
+        before = len(operations)
+        self._try(config, list(operations[: violation.operation + 1]))
+        while self.executions < self._executions_max:
+            size = self._size()
+            self._delete_operations()
+            self._simplify_operations()
+            self._simplify_config()
+            if self._size() == size:
+                break
+        stable = sum(self._fails(self._config, self._operations) is not None for _ in range(REPLAYS))
+        assert self._violation is not None
+        return Shrunk(
+            config=self._config,
+            operations=self._operations,
+            violation=self._violation,
+            executions=self.executions,
+            stable=stable,
+            before=before,
+        )
+
+    # -- trying ------------------------------------------------------------------------------------------
+
+    def _fails(self, config: EngineConfig, operations: list[Operation]) -> Violation | None:
+        self.executions += 1
+        execution: Execution = execute(
+            self._factory, config, operations, judge={self._requirement}, watchdog=self._watchdog
+        )
+        if execution.violations and normalised(execution.violations[0]) == self._target:
+            return execution.violations[0]
+        return None
+
+    def _try(self, config: EngineConfig, operations: list[Operation]) -> bool:
+        """Keep the candidate if it fails in the same way."""
+        if self.executions >= self._executions_max:
+            return False
+        violation = self._fails(config, operations)
+        if violation is None:
+            return False
+        self._config, self._operations, self._violation = config, operations, violation
+        return True
+
+    def _size(self) -> tuple[int, int, int]:
+        weights = [_weight(operation) for operation in self._operations]
+        return len(self._operations), sum(weights), _config_weight(self._config)
+
+    # -- passes ------------------------------------------------------------------------------------------
+
+    def _delete_operations(self) -> None:
+        """Delete runs of operations, long ones first, then any two."""
+        chunk = max(1, len(self._operations) // 2)
+        while chunk:
+            at = 0
+            while at < len(self._operations):
+                if not self._try(self._config, self._operations[:at] + self._operations[at + chunk :]):
+                    at += chunk
+            chunk = chunk // 2
+        if len(self._operations) <= 12:
+            self._delete_pairs()
+
+    def _delete_pairs(self) -> None:
+        first = 0
+        while first < len(self._operations):
+            for second in range(first + 1, len(self._operations)):
+                rest = [op for index, op in enumerate(self._operations) if index not in {first, second}]
+                if self._try(self._config, rest):
+                    break
+            else:
+                first += 1
+
+    def _simplify_operations(self) -> None:
+        """Merge neighbouring steps, then make every argument of every operation as plain as it can be."""
+        at = 0
+        while at + 1 < len(self._operations):
+            one, other = self._operations[at], self._operations[at + 1]
+            if isinstance(one, Step) and isinstance(other, Step):
+                merged: Operation = Step(count=one.count + other.count)
+                if self._try(self._config, [*self._operations[:at], merged, *self._operations[at + 2 :]]):
+                    continue
+            at += 1
+        for at in range(len(self._operations)):
+            progress = True
+            while progress:
+                progress = any(
+                    self._try(self._config, [*self._operations[:at], plainer, *self._operations[at + 1 :]])
+                    for plainer in _plainer(self._operations[at])
+                )
+
+    def _simplify_config(self) -> None:
+        progress = True
+        while progress and self.executions < self._executions_max:
+            progress = any(self._try(config, self._operations) for config in self._plainer_configs())
+
+    def _plainer_configs(self) -> Iterator[EngineConfig]:
+        config = self._config
+        default = EngineConfig()
+        for name in _SWITCHES:
+            value, plain = getattr(config, name), getattr(default, name)
+            if value != plain and name not in self._pinned:
+                changes: dict[str, Any] = {name: plain}
+                if name == "preemption_mode":
+                    changes["num_swap_blocks"] = 0
+                yield msgspec.structs.replace(config, **changes)
+        for option in config.engine_options:
+            if "engine_options" not in self._pinned:
+                rest = {name: value for name, value in config.engine_options.items() if name != option}
+                yield msgspec.structs.replace(config, engine_options=rest)
+        for name in ("pipeline_depth", "num_swap_blocks", "num_lookahead_slots", "num_speculative_tokens"):
+            low = 2 if name == "pipeline_depth" else 1
+            if name not in self._pinned:
+                for value in _smaller(getattr(config, name), low):
+                    yield msgspec.structs.replace(config, **{name: value})
+        for name in ("max_num_seqs", "num_blocks", "block_size", "max_model_len", "max_num_batched_tokens"):
+            if name not in self._pinned:
+                for value in _smaller(getattr(config, name), 1):
+                    yield msgspec.structs.replace(config, **{name: value})
+
+
+_SWITCHES = (
+    "pipeline_depth",
+    "preemption_mode",
+    "sliding_window",
+    "num_lookahead_slots",
+    "num_speculative_tokens",
+    "watermark",
+    "scheduling_policy",
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+    "encoder_cache_size",
+)
+"""Fields that are put back to their default first: each one that goes makes the finding easier to read."""
+
+
+def _smaller(value: int, low: int) -> Iterator[int]:
+    """Candidates below ``value``, the boldest first."""
+    candidates = [low, value // 2, value - 2, value - 1]
+    yield from dict.fromkeys(candidate for candidate in candidates if low <= candidate < value)
+
+
+def _plainer(operation: Operation) -> Iterator[Operation]:
+    """Simpler forms of one operation, the boldest first."""
+    replace: Callable[..., Any] = msgspec.structs.replace
+    match operation:
+        case Add():
+            if operation.encoder_sizes:
+                yield replace(operation, encoder_sizes=())
+                yield replace(operation, encoder_sizes=operation.encoder_sizes[:-1])
+            if operation.stop_after is not None:
+                yield replace(operation, stop_after=None)
+                for value in _smaller(operation.stop_after, 1):
+                    yield replace(operation, stop_after=value)
+            for name in ("n", "prompt_len", "max_tokens"):
+                for value in _smaller(getattr(operation, name), 1):
+                    shared = min(operation.shared_len, value) if name == "prompt_len" else operation.shared_len
+                    yield replace(operation, **{name: value}, **({} if name == "shared_len" else {"shared_len": shared}))
+            for name in ("shared_len", "family", "priority", "salt", "adapter"):
+                for value in _smaller(getattr(operation, name), 0):
+                    yield replace(operation, **{name: value})
+        case Step():
+            for value in _smaller(operation.count, 1):
+                yield Step(count=value)
+        case Abort() | AbortEnded():
+            for value in _smaller(operation.index, 0):
+                yield replace(operation, index=value)
+        case Drain():
+            yield Step()
+        case _:
+            return
+
+
+def _weight(operation: Operation) -> int:
+    """A rough size of the operation's arguments; `Drain` weighs more than any short step."""
+    match operation:
+        case Add():
+            return (
+                operation.prompt_len + operation.max_tokens + operation.shared_len + operation.family
+                + operation.priority + 4 * operation.n + operation.salt + operation.adapter
+                + (operation.stop_after or 0) + (operation.stop_after is not None) * 2 + sum(operation.encoder_sizes)
+            )  # fmt: skip
+        case Step():
+            return operation.count
+        case Abort() | AbortEnded():
+            return operation.index
+        case Drain():
+            return 100
+        case _:
+            return 1
+
+
+def _config_weight(config: EngineConfig) -> int:
+    default = EngineConfig()
+    switches = sum(getattr(config, name) != getattr(default, name) for name in _SWITCHES)
+    return (
+        1000 * (switches + len(config.engine_options))
+        + config.num_blocks + config.block_size + config.max_num_seqs + config.max_model_len
+        + config.max_num_batched_tokens + config.num_swap_blocks + config.pipeline_depth
+        + config.num_lookahead_slots + config.num_speculative_tokens
+    )  # fmt: skip

@@ -1,0 +1,321 @@
+"""The command line. Composition only: every command is a few calls into the packages below."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from conformance.engines import EngineNotFound, EngineSource, installed, load
+from conformance.execute import execute, replay, trace_of
+from conformance.explain import explain as explanation
+from conformance.operations import Add, Drain, Operation
+from conformance.protocol import AdapterError, Capabilities, ConfigRefused, EngineConfig
+from conformance.requirements import load as load_requirements
+from conformance.trace import TraceError, read_trace, write_trace
+from conformance.version import __version__
+from conformance.watchdog import Watchdog
+from fuzz.driver import flatten
+from fuzz.findings import keep
+from fuzz.hunt import Hunter
+from fuzz.shrink import EXECUTIONS_MAX, Shrinker
+from kvconform.check_command import check_engines
+from kvconform.console import FuzzView, make_console, print_kept, print_violation, wrapped
+from conformance.settings import PRESETS, parse_settings
+
+HOLDS, VIOLATED, USAGE, BROKEN = 0, 1, 2, 3
+"""Exit codes: the contract holds; it is violated; usage or configuration; the suite or an adapter broke."""
+
+FINDINGS = Path("kvconform-findings")
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Does this engine's scheduler and KV-cache block manager keep the books right? "
+    "Exit codes: 0 holds, 1 contract violated, 2 usage or configuration, 3 the suite or an adapter broke.",
+)
+
+EngineArgument = Annotated[
+    str, typer.Argument(help="reference, vllm-v0, smol-vllm, an installed plugin, or package.module:factory")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="key=value for any EngineConfig field, engine_options.NAME=value for the engine's own"),
+]
+PresetOption = Annotated[str | None, typer.Option(help=f"A configuration by name: {', '.join(sorted(PRESETS))}")]
+OutOption = Annotated[Path, typer.Option("--out", help="Folder for traces and ready tests")]
+TimeoutOption = Annotated[
+    float, typer.Option("--call-seconds", min=0.0, help="Bound on one call into the engine; 0 for none")
+]
+
+
+@app.command()
+def check(
+    engines: Annotated[
+        list[str] | None, typer.Argument(help="Engines to check; every installed one when none is named")
+    ] = None,
+    preset: PresetOption = None,
+    settings: SetOption = None,
+    requirement: Annotated[
+        list[str] | None, typer.Option("--requirement", "-r", help="Judge only this requirement; repeatable")
+    ] = None,
+    out: OutOption = FINDINGS,
+    call_seconds: TimeoutOption = 10.0,
+) -> None:
+    """Check the contract on an engine, as a table, with the reason for each red line."""
+    config, pinned = parse_settings(preset, settings or [])
+    sources = [load(name) for name in engines] if engines else [s for s in installed() if s.available]
+    raise typer.Exit(
+        check_engines(
+            sources,
+            config,
+            pinned,
+            requirements=requirement,
+            out=out,
+            call_seconds=call_seconds,
+            everything=not engines,
+        )
+    )
+
+
+@app.command()
+def fuzz(
+    engine: EngineArgument = "reference",
+    seed: Annotated[int, typer.Option(help="Decides everything; printed first")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Engine steps to run, shrinking not counted")] = 100_000,
+    preset: PresetOption = None,
+    settings: SetOption = None,
+    requirement: Annotated[
+        list[str] | None, typer.Option("--requirement", "-r", help="Judge only this requirement; repeatable")
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option("--ignore", help="Do not judge this requirement; repeatable")
+    ] = None,
+    out: OutOption = FINDINGS,
+    call_seconds: TimeoutOption = 10.0,
+) -> None:
+    """Hunt for violations with random requests; each is shrunk to its shortest sequence and kept as a file."""
+    console = make_console()
+    source = load(engine)
+    _, pinned = parse_settings(preset, settings or [])
+    config, _ = parse_settings(preset, settings or [])
+    fixed = {name: getattr(config, name) for name in pinned}
+    capabilities = _probe(source, config)
+    levels = {rid: item.level for rid, item in load_requirements().items()}
+    judged = _judged(levels, requirement, ignore)
+    wrapped(console, f"seed {seed}, {source.name} {capabilities.version}, {steps:,} steps, findings in {out}/")
+    view = FuzzView(console, levels, steps)
+    hunter = Hunter(
+        source.name,
+        source.factory,
+        capabilities,
+        seed=seed,
+        directory=out,
+        pinned=fixed,
+        judged=judged,
+        watchdog=_watchdog(call_seconds),
+        listener=view,
+    )
+    interrupted = False
+    try:
+        with view.shown():
+            hunter.run(steps)
+    except KeyboardInterrupt:
+        interrupted = True
+    _summarise(view, hunter, levels, interrupted=interrupted)
+    raise typer.Exit(VIOLATED if hunter.kept else 130 if interrupted else HOLDS)
+
+
+def _summarise(view: FuzzView, hunter: Hunter, levels: dict[str, str], *, interrupted: bool) -> None:
+    console, state = make_console(), view.state
+    done = "nothing" if state is None else f"{state.runs:,} runs, {state.steps:,} steps"
+    if interrupted:
+        wrapped(console, f"interrupted; what was found so far is in the files named above ({done})")
+    if state is not None and state.behaviours:
+        reached = ", ".join(f"{name} {count:,}" for name, count in sorted(state.behaviours.items()))
+        wrapped(console, f"reached: {reached}")
+    if not hunter.kept:
+        wrapped(console, f"no violation in {done}")
+        return
+    must = sum(levels.get(kept.requirement) == "MUST" for kept in hunter.kept)
+    noun = "finding" if len(hunter.kept) == 1 else "findings"
+    wrapped(console, f"{len(hunter.kept)} {noun} ({must} of a MUST) in {done}")
+    for kept in hunter.kept:
+        wrapped(console, f"{kept.requirement:7} {kept.identity}  {kept.trace}", "  ")
+
+
+@app.command("replay")
+def replay_command(
+    trace: Annotated[Path, typer.Argument(help="A trace file")],
+    engine: Annotated[str | None, typer.Option(help="Another engine than the one in the trace")] = None,
+    call_seconds: TimeoutOption = 10.0,
+) -> None:
+    """Run a trace again: FAILED (exit 1) while the violation is there, FIXED (0) when it is gone."""
+    console = make_console()
+    loaded = read_trace(trace)
+    source = load(engine or loaded.header.engine)
+    result = replay(source.factory, loaded, _watchdog(call_seconds))
+    if result.execution.violations:
+        print_violation(console, result.execution.violations[0])
+    else:
+        wrapped(console, result.reason)
+    version = result.execution.engine_version
+    recorded = loaded.header.engine_version
+    where = f"{source.name} {version}" + (f" (recorded on {recorded})" if recorded not in {"", version} else "")
+    same = "the same plans as recorded" if result.same_digest else "other plans than recorded"
+    wrapped(console, f"{result.status}: {trace} on {where}, {result.execution.steps} steps, {same}")
+    raise typer.Exit({"FIXED": HOLDS, "FAILED": VIOLATED, "ERROR": BROKEN}[result.status])
+
+
+@app.command()
+def shrink(
+    trace: Annotated[Path, typer.Argument(help="A trace file that fails")],
+    out: OutOption = FINDINGS,
+    executions: Annotated[int, typer.Option(min=1, help="Executions to spend")] = EXECUTIONS_MAX,
+    call_seconds: TimeoutOption = 10.0,
+) -> None:
+    """Shrink a failing trace to the shortest sequence of requests that fails in the same way."""
+    console = make_console()
+    loaded = read_trace(trace)
+    source = load(loaded.header.engine)
+    watchdog = _watchdog(call_seconds)
+    result = replay(source.factory, loaded, watchdog)
+    if result.status != "FAILED":
+        wrapped(console, f"{result.status}: {result.reason}; there is nothing to shrink")
+        raise typer.Exit(HOLDS if result.status == "FIXED" else BROKEN)
+    shrinker = Shrinker(source.factory, executions_max=executions, watchdog=watchdog)
+    shrunk = shrinker.shrink(
+        loaded.header.config, flatten(loaded.operations), result.execution.violations[0]
+    )
+    kept = keep(source.factory, source.name, shrunk, out, seed=loaded.header.seed, watchdog=watchdog)
+    print_kept(console, kept, "", f"from {trace}")
+    raise typer.Exit(VIOLATED)
+
+
+@app.command("explain")
+def explain_command(trace: Annotated[Path, typer.Argument(help="A trace file")]) -> None:
+    """Say why each preemption of a trace happened, with numbers, and what would have avoided it."""
+    console = make_console()
+    for paragraph in explanation(read_trace(trace)):
+        wrapped(console, paragraph)
+
+
+@app.command()
+def record(
+    engine: EngineArgument,
+    requests: Annotated[
+        list[str], typer.Argument(metavar="REQUESTS...", help="PROMPT+OUTPUTS, or COUNTxPROMPT+OUTPUTS: 4x10+30")
+    ],
+    preset: PresetOption = None,
+    settings: SetOption = None,
+    out: Annotated[Path, typer.Option("--out", help="The trace file to write")] = Path("trace.jsonl"),
+    call_seconds: TimeoutOption = 10.0,
+) -> None:
+    """Run requests through an engine, all added at once, and write the trace, for `explain`."""
+    console = make_console()
+    config, _ = parse_settings(preset, settings or [])
+    source = load(engine)
+    operations: list[Operation] = [add for word in requests for add in _requests(word)]
+    operations.append(Drain())
+    execution = execute(
+        source.factory, config, operations, stop_at_first=False, watchdog=_watchdog(call_seconds), record=True
+    )
+    if execution.refused is not None:
+        raise ConfigRefused(execution.refused)
+    write_trace(out, trace_of(source.name, config, execution))
+    wrapped(
+        console,
+        f"{len(operations) - 1} requests, {execution.steps} steps, {execution.preemptions} preemptions, "
+        f"{execution.prefills} prefills; trace in {out}",
+    )
+    for violation in execution.violations:
+        print_violation(console, violation)
+    raise typer.Exit(VIOLATED if execution.violations else HOLDS)
+
+
+def _requests(word: str) -> list[Add]:
+    count, times, lengths = word.rpartition("x")
+    prompt, plus, outputs = lengths.partition("+")
+    try:
+        if not plus or (times and not count):
+            raise ValueError
+        number = int(count) if times else 1
+        add = Add(prompt_len=int(prompt), max_tokens=int(outputs))
+        if min(number, add.prompt_len, add.max_tokens) < 1:
+            raise ValueError
+    except ValueError:
+        raise ConfigRefused(f"{word}: expected PROMPT+OUTPUTS or COUNTxPROMPT+OUTPUTS, such as 4x10+30") from None
+    return [add] * number
+
+
+@app.command()
+def engines() -> None:
+    """List the engines that kvconform knows, and what each one declares."""
+    console = make_console()
+    for source in installed():
+        if not source.available:
+            wrapped(console, f"{source.name}: {source.reason}")
+            continue
+        try:
+            capabilities = _probe(source, EngineConfig())
+        except Exception as error:  # noqa: BLE001 - one engine that cannot start must not hide the others
+            wrapped(console, f"{source.name}: cannot be started: {type(error).__name__}: {error}")
+            continue
+        wrapped(console, f"{source.name} {capabilities.version}")
+        wrapped(console, f"features: {', '.join(sorted(capabilities.features))}", "    ")
+        for name, text in sorted(capabilities.options.items()):
+            wrapped(console, f"--set engine_options.{name}=…: {text}", "    ")
+        for text in capabilities.reimplements:
+            wrapped(console, f"done by the adapter: {text}", "    ")
+
+
+def _probe(source: EngineSource, config: EngineConfig) -> Capabilities:
+    engine = source.factory(config)
+    try:
+        return engine.capabilities
+    finally:
+        engine.close()
+
+
+def _judged(levels: dict[str, str], only: list[str] | None, ignored: list[str] | None) -> frozenset[str]:
+    for name in [*(only or []), *(ignored or [])]:
+        if name not in levels:
+            raise ConfigRefused(f"{name}: no such requirement; they are {', '.join(levels)}")
+    return frozenset(only or levels) - frozenset(ignored or [])
+
+
+def _watchdog(call_seconds: float) -> Watchdog | None:
+    return Watchdog(call_seconds_max=call_seconds) if call_seconds else None
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    show: Annotated[bool, typer.Option("--version", help="Print the version")] = False,
+) -> None:
+    """Options that stand before a command."""
+    if show:
+        typer.echo(f"kvconform {__version__}")
+        raise typer.Exit
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """The console script: run a command and turn what goes wrong into a sentence and an exit code."""
+    console = make_console(stderr=True)
+    try:
+        app(args=arguments, standalone_mode=True)
+    except (ConfigRefused, EngineNotFound, TraceError) as error:
+        wrapped(console, f"kvconform: {error}")
+        sys.exit(USAGE)
+    except AdapterError as error:
+        wrapped(console, f"kvconform: the adapter is at fault, not the engine: {error}")
+        sys.exit(BROKEN)
+    except Exception:  # noqa: BLE001 - whatever is left is a fault of ours
+        traceback.print_exc()
+        wrapped(console, f"kvconform {__version__} broke; the above is a fault of kvconform, not of the engine")
+        sys.exit(BROKEN)
+    sys.exit(HOLDS)

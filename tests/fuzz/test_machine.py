@@ -1,0 +1,39 @@
+"""The Hypothesis machine finds what the driver finds, and ends with the same kind of file."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import settings
+
+from conformance.adapters.reference import make
+from conformance.operations import Add
+from conformance.protocol import Engine, EngineConfig
+from fuzz.machine import PROFILES, Failure, machine_for, run_machine
+
+FEW = settings(PROFILES["kvconform-ci"], max_examples=25)
+
+
+def touched(config: EngineConfig) -> Engine:
+    return make(msgspec.structs.replace(config, engine_options={"append_check": "touched"}))
+
+
+def test_the_reference_engine_holds() -> None:
+    run_machine(machine_for("reference", make), FEW)
+
+
+def test_the_fault_of_the_seed_is_found_and_shrunk_further() -> None:
+    machine = machine_for("touched", touched, judged={"PRE-1"})
+    with pytest.raises(Failure) as caught:
+        run_machine(machine, FEW)
+    shrunk = caught.value.shrunk
+    assert shrunk.violation.requirement == "PRE-1"
+    assert shrunk.operations == [Add(prompt_len=1, max_tokens=2)]
+    assert shrunk.stable == 3
+
+
+def test_each_engine_has_a_machine_of_its_own() -> None:
+    one, other = machine_for("my.module:make", make), machine_for("reference", make)
+    assert one is not other
+    assert one.__name__ == "MyModuleMakeMachine"
+    assert one.last_failure is None

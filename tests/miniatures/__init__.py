@@ -1,0 +1,1 @@
+"""Miniature engines: one that keeps the contract, and for each requirement one that breaks it on purpose."""

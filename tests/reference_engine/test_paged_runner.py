@@ -1,0 +1,233 @@
+"""The reference engine's tables, executed with tensors, give the tokens that the model gives without an engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+from typing import Any, NamedTuple
+
+import pytest
+
+from conformance.adapters.reference import ReferenceAdapter, make
+from conformance.operations import Add, Operation, Step
+from conformance.protocol import EngineConfig
+from conformance.token_model import VOCABULARY_SIZE, request_from
+from reference_engine import config as core
+from reference_engine.block_pool import NULL_BLOCK
+from reference_engine.engine import Engine
+from reference_engine.request import Request
+from reference_engine.scheduler import Plan
+
+torch: Any = pytest.importorskip("torch", reason="the paged runner needs the extra `torch`")
+for library in ("transformers.models.llama.modeling_llama", "transformers.models.mistral.modeling_mistral"):
+    pytest.importorskip(library, reason="the paged runner needs the extra `torch`")
+
+from reference_engine.runners.paged import (  # noqa: E402 - only where torch is
+    Arrival,
+    PagedRunner,
+    PoisonedReadError,
+    Row,
+    serve,
+    tiny_model,
+)
+
+torch.set_num_threads(1)
+
+WINDOW = 7
+LEAST_GAP = 1e-3
+"""Logits are a few hundred times smaller than 1 / the rounding of float32, in which the norms are computed."""
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def mistral() -> Any:
+    return tiny_model(sliding_window=WINDOW)
+
+
+# -------------------------------------------------------------------------------------------------- workloads
+
+
+class Scenario(NamedTuple):
+    """A configuration, and what must happen in its workloads for the comparison to mean something."""
+
+    config: EngineConfig
+    must_see: set[str]
+    seeds: int = 3
+
+
+SMALL = {"num_blocks": 10, "block_size": 4, "max_num_seqs": 5, "max_num_batched_tokens": 32, "max_model_len": 28}
+
+
+def scenario(*must_see: str, **fields: Any) -> Scenario:
+    return Scenario(EngineConfig(**{**SMALL, **fields}), set(must_see))
+
+
+SCENARIOS = {
+    "recompute": scenario("preempted to recompute", "forked", "copy", "stopped"),
+    "swap": scenario(
+        "preempted to swap", "swap_out", "swap_in", "forked", "copy", preemption_mode="swap", num_swap_blocks=12
+    ),
+    "swap-when-it-fits": scenario(
+        "preempted to swap", "preempted to recompute", preemption_mode="swap", num_swap_blocks=3
+    ),
+    "prefix-caching": scenario("hit", "preempted to recompute", "copy", enable_prefix_caching=True),
+    "chunked": scenario(
+        "chunk", "preempted to recompute", "forked", enable_chunked_prefill=True, max_num_batched_tokens=7
+    ),
+    "priority": scenario("preempted the older", scheduling_policy="priority"),
+    "all-at-once": scenario(
+        "chunk", "hit", "swap_in", "copy", "preempted the older", "stopped",
+        enable_prefix_caching=True, enable_chunked_prefill=True, max_num_batched_tokens=9,
+        scheduling_policy="priority", preemption_mode="swap", num_swap_blocks=8, watermark=0.1,
+    ),
+    "pipeline": scenario(
+        "input in flight", "chunk", "hit", "preempted to recompute", "stopped",
+        pipeline_depth=2, enable_prefix_caching=True, enable_chunked_prefill=True, max_num_batched_tokens=12,
+    ),
+    "lookahead": scenario("preempted to recompute", "copy", "forked", num_lookahead_slots=3),
+    "block-of-one": scenario("preempted to recompute", "hit", num_blocks=34, block_size=1, enable_prefix_caching=True),
+    "block-per-sequence": scenario("forked", "copy", "swap_in", num_blocks=3, block_size=28, preemption_mode="swap",
+                                   num_swap_blocks=3),
+    "window": scenario("out of the window", "preempted to recompute", "forked", sliding_window=WINDOW),
+    "window-chunked-cached-swapped": scenario(
+        "out of the window", "chunk", "hit", "swap_in",
+        sliding_window=WINDOW, num_blocks=9, enable_prefix_caching=True, enable_chunked_prefill=True,
+        max_num_batched_tokens=8, preemption_mode="swap", num_swap_blocks=8,
+    ),
+}  # fmt: skip
+
+
+def random_operations(random: Random, config: EngineConfig, count: int = 14) -> list[Operation]:
+    """Requests in bursts, some of two families, with prompts and outputs up to ``max_model_len`` and beyond."""
+    operations: list[Operation] = []
+    for _ in range(count):
+        prompt_len = random.randint(1, config.max_model_len - 2)
+        usable = config.num_blocks - (config.sliding_window is not None) - int(config.watermark * config.num_blocks)
+        most = usable // -(-(config.max_model_len - 1) // config.block_size)
+        operations.append(
+            Add(
+                prompt_len=prompt_len,
+                max_tokens=random.randint(1, config.max_model_len - prompt_len + 2),
+                family=random.randrange(2),
+                shared_len=random.choice((0, prompt_len, prompt_len * 2 // 3)),
+                priority=random.randrange(3),
+                n=random.choice((1, 1, min(2, most), min(3, most))),
+            )
+        )
+        if random.random() < 0.6:
+            operations.append(Step(random.randint(1, 4)))
+    return operations
+
+
+def arrivals_of(operations: list[Operation]) -> list[Arrival]:
+    """The same requests, at the same steps, for the reference engine itself."""
+    arrivals: list[Arrival] = []
+    step = 0
+    for operation in operations:
+        if isinstance(operation, Step):
+            step += operation.count
+        elif isinstance(operation, Add):
+            ordinal = len(arrivals)
+            wanted = request_from(operation, ordinal)
+            request = Request(
+                wanted.request_id, wanted.prompt, wanted.max_tokens,
+                n=wanted.n, priority=wanted.priority, arrival=ordinal,
+            )  # fmt: skip
+            arrivals.append((step, request))
+    return arrivals
+
+
+def core_config(config: EngineConfig) -> core.EngineConfig:
+    adapter = make(config)
+    assert isinstance(adapter, ReferenceAdapter)
+    return adapter.config
+
+
+# ------------------------------------------------------------------------------------ what the model says alone
+
+
+def generate(model: Any, prompt: list[int], max_new_tokens: int, stop_token: int | None) -> list[int]:
+    """What Hugging Face generates with a cache of its own."""
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False,
+        eos_token_id=stop_token, pad_token_id=0,
+    )  # fmt: skip
+    return [int(token) for token in output[0, len(prompt) :]]
+
+
+def expected_outputs(model: Any, request: Request, max_model_len: int) -> list[list[int]]:
+    """The tokens of each sequence: the (s+1)-th best first token, then greedily."""
+    prompt = request.sequences[0].tokens[: request.prompt_len]
+    most = min(request.max_tokens, max_model_len - request.prompt_len)
+    outputs = [generate(model, prompt, most, request.stop_token)]
+    with torch.no_grad():
+        firsts = model(torch.tensor([prompt])).logits[0, -1].topk(request.n).indices.tolist()
+    assert outputs[0][0] == firsts[0]
+    for first in firsts[1:]:
+        ended = most == 1 or first == request.stop_token
+        more = [] if ended else generate(model, [*prompt, first], most - 1, request.stop_token)
+        outputs.append([first, *more])
+    return outputs
+
+
+def set_stop_tokens(model: Any, random: Random, arrivals: list[Arrival]) -> None:
+    """Give some requests a stop token that the model will emit in good time."""
+    for _, request in arrivals:
+        if random.random() < 0.3:
+            prompt = request.sequences[0].tokens
+            request.stop_token = generate(model, prompt, random.randint(1, 5), None)[-1]
+
+
+class Seen(Counter[str]):
+    """Counts what happens in the plans of a run; a test that compares tokens must know that it all did happen."""
+
+    def plan(self, plan: Plan) -> None:
+        for victim, mode, _, _, asked_by in plan.preempted:
+            self[f"preempted to {mode}"] += 1
+            self["preempted the older"] += victim.arrival < asked_by.arrival
+        for move in plan.moves:
+            self[move.kind] += 1
+        for sequence, first, num_tokens, samples in plan.sequences:
+            self["chunk"] += not samples
+            self["forked"] += sequence.index > 0
+            self["input in flight"] += first + num_tokens > len(sequence.tokens)
+            config_window = sequence.table[0] == NULL_BLOCK and first > WINDOW
+            self["out of the window"] += config_window
+
+    def end(self, engine: Engine, arrivals: list[Arrival], outputs: dict[str, list[list[int]]]) -> None:
+        self["hit"] += engine.blocks.hit_tokens
+        for _, request in arrivals:
+            for output in outputs[request.request_id]:
+                length = min(request.prompt_len + request.max_tokens, engine.config.max_model_len)
+                self["stopped"] += request.prompt_len + len(output) < length
+
+
+# ------------------------------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_request_gets_the_tokens_that_the_model_generates_alone(name: str, llama: Any, mistral: Any) -> None:
+    config, must_see, seeds = SCENARIOS[name]
+    model = llama if config.sliding_window is None else mistral
+    seen = Seen()
+    for seed in range(seeds):
+        random = Random(f"{name} {seed}")
+        arrivals = arrivals_of(random_operations(random, config))
+        set_stop_tokens(model, random, arrivals)
+        expected = {
+            request.request_id: expected_outputs(model, request, config.max_model_len) for _, request in arrivals
+        }
+        engine = Engine(core_config(config))
+        runner = PagedRunner(model, engine.config)
+        outputs = serve(engine, runner, arrivals, seen.plan)
+        assert outputs == expected, f"seed {seed}"
+        assert runner.smallest_gap > LEAST_GAP
+        assert engine.blocks.pool.held == 0 == engine.blocks.host.held
+        seen.end(engine, arrivals, outputs)
+    missing = {what for what in must_see if not seen[what]}
+    assert not missing, f"the workloads never had {missing}: {dict(seen)}"
