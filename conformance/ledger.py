@@ -199,6 +199,7 @@ class Ledger:
         "ended",
         "holders",
         "live",
+        "null_before",
         "preempted",
         "requests",
         "running",
@@ -208,7 +209,9 @@ class Ledger:
 
     def __init__(self, config: EngineConfig, capabilities: Capabilities) -> None:
         self.config = config
-        self.capabilities = capabilities
+        self.null_before = capabilities.null_block
+        """The null block of the tables as they are kept here: what was set aside in this step is not in them."""
+        self.declare(capabilities)
         self.block_size = config.block_size
         self.tree = PrefixTree()
         self.requests: dict[RequestId, RequestRecord] = {}
@@ -222,9 +225,13 @@ class Ledger:
         self.holders: dict[BlockId, int] = {}
         """Block -> number of live sequences whose table names it (null block aside)."""
         self.distinct_held = 0
-        self.usable_blocks = config.num_blocks - capabilities.reserved_blocks
         self.behaviours: dict[str, int] = {}
         """How often each notable behaviour was seen; a campaign that never reaches one says so."""
+
+    def declare(self, capabilities: Capabilities) -> None:
+        """Take note of what the engine declares; it may set a null block aside later than at its start."""
+        self.capabilities = capabilities
+        self.usable_blocks = self.config.num_blocks - capabilities.reserved_blocks
 
     # -- requests ----------------------------------------------------------------------------------------
 
@@ -293,7 +300,7 @@ class Ledger:
 
     def set_tables(self, record: SequenceRecord, tables: list[list[BlockId]]) -> list[BlockId]:
         """Make ``tables`` the sequence's; returns the blocks that are new at their place. O(changed + compare)."""
-        null = self.capabilities.null_block
+        null, null_before = self.capabilities.null_block, self.null_before
         holders = self.holders
         added: list[BlockId] = []
         old_tables = record.tables
@@ -309,7 +316,7 @@ class Ledger:
                     same += 1
                 for index in range(same, len(old)):
                     if index >= len(new) or new[index] != old[index]:
-                        self._release(old[index], null)
+                        self._release(old[index], null_before)
                 for index in range(same, len(new)):
                     if index >= len(old) or new[index] != old[index]:
                         self._hold(new[index], null, holders, added)
@@ -367,7 +374,7 @@ class Ledger:
 
     def full_blocks(self, request: RequestRecord) -> int:
         """Blocks that hold all tokens of the request when its sequences have run to their end, sharing nothing."""
-        return self.blocks_for(self._capped(request.full_len + self.config.num_lookahead_slots)) * request.spec.n
+        return self.blocks_for(self._capped(request.full_len) + self.config.num_lookahead_slots) * request.spec.n
 
     def _capped(self, length: int) -> int:
         return min(length, self.config.max_model_len) if self.has_length_limit else length

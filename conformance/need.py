@@ -72,7 +72,7 @@ def _next_length(record: SequenceRecord, budget: int | None) -> int:
 def blocks_released(ledger: Ledger, request: RequestRecord, gone: Counter[BlockId]) -> int:
     """Blocks that become free when ``request`` lets go of its tables; ``gone`` counts holders already removed."""
     own: Counter[BlockId] = Counter()
-    null = ledger.capabilities.null_block
+    null = ledger.null_before
     for record in request.sequences:
         for table in record.tables:
             own.update(block for block in table if block != null)

@@ -17,7 +17,7 @@ class Add(msgspec.Struct, frozen=True, tag="add", omit_defaults=True, forbid_unk
 
     The first ``shared_len`` prompt tokens are those of the prompt family ``family`` (requests of one family
     share them); the others are the request's own. With ``stop_after`` the model emits the request's stop
-    token as its output number ``stop_after`` (counted from 1).
+    token as its output number ``stop_after`` (counted from 1); with n > 1 each further sequence one later.
     """
 
     prompt_len: int

@@ -20,6 +20,7 @@ from conformance.ledger import Ledger, RequestRecord, RequestState, Row, Sequenc
 from conformance.operations import Abort, AbortEnded, Add, Drain, Operation, ResetPrefixCache, Step
 from conformance.oracles import ORACLES
 from conformance.oracles.accounting import AccountingOracle
+from conformance.oracles.progress import ProgressOracle
 from conformance.protocol import (
     AdapterError,
     CommitResult,
@@ -91,6 +92,7 @@ class Session:
         self.operations = 0
         self.preemptions = 0
         self.prefills = 0
+        self._progress = next(o for o in self.oracles if isinstance(o, ProgressOracle))
         self._accounting = next(o for o in self.oracles if isinstance(o, AccountingOracle))
         self._judge = None if judge is None else frozenset(judge)
         self._stop_at_first = stop_at_first
@@ -205,7 +207,7 @@ class Session:
         """Step until nothing is live, or for as long as the requests could need, recomputed many times over."""
         total = sum(request.full_len * request.spec.n for request in self.ledger.live.values())
         for _ in range(256 + 64 * len(self.ledger.live) + 8 * total):
-            if self.over or (not self.ledger.live and not self._in_flight):
+            if self.over or self._progress.stuck or (not self.ledger.live and not self._in_flight):
                 break
             self.step()
         if not self.over and not self.ledger.live and self._audited_step != self.steps:
@@ -236,6 +238,8 @@ class Session:
         plan = self._call("schedule", self.engine.schedule)
         if plan is None:
             return False
+        if self.config.sliding_window is not None:
+            ledger.declare(self.engine.capabilities)  # a null block may be set aside only when it is first needed
         facts = StepFacts(plan, list(ledger.running.values()), free, facts_usage)
         if not self._match_plan(facts):
             return False
@@ -247,6 +251,7 @@ class Session:
         self._apply_queue_changes(facts)
         for row in facts.rows:
             self._enter_running(row)
+        ledger.null_before = ledger.capabilities.null_block
         for oracle in oracles:
             oracle.on_step(facts)
         sampled = self._execute(facts)
@@ -420,7 +425,8 @@ class Session:
         remaining = list(drafts)
         while True:
             outputs = len(record.tokens) - prompt_len
-            token = STOP_TOKEN if outputs + 1 == request.stop_after else tree.next_token(record.nodes[-1], record.seq)
+            stops = request.stop_after is not None and outputs + 1 == request.stop_after + record.seq
+            token = STOP_TOKEN if stops else tree.next_token(record.nodes[-1], record.seq)
             tokens.append(token)
             record.tokens.append(token)
             record.nodes.append(tree.extend(record.nodes[-1], token))

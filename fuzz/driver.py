@@ -17,7 +17,7 @@ from conformance.operations import Operation, Step
 from conformance.protocol import AdapterError, Capabilities, ConfigRefused, EngineConfig, EngineFactory
 from conformance.session import Session, Violation
 from conformance.watchdog import Watchdog
-from fuzz.shrink import normalised
+from fuzz.shrink import EXECUTIONS_MAX, Shrinker, Shrunk, normalised
 from fuzz.swarm import OperationSource, Swarm, draw_config, draw_swarm
 
 STEPS_PER_RUN = 120
@@ -83,6 +83,17 @@ class Driver:
             behaviours=session.ledger.behaviours,
             refusals=refusals,
         )
+
+    def shrink(self, discovery: Discovery, executions_max: int = EXECUTIONS_MAX) -> Shrunk:
+        """The discovery's run, shrunk; pinned fields are left alone."""
+        shrinker = Shrinker(
+            self._factory,
+            executions_max=executions_max,
+            watchdog=self._watchdog,
+            pinned=frozenset(self._pinned),
+        )
+        run = discovery.run
+        return shrinker.shrink(run.swarm.config, flatten(run.operations), discovery.violation)
 
     def _open(self, rng: Random, judge: Collection[str] | None) -> tuple[Session, Swarm, int]:
         reason = ""

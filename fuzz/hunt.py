@@ -14,9 +14,9 @@ from conformance.protocol import Capabilities, EngineConfig, EngineFactory
 from conformance.session import Violation
 from conformance.trace import Line, write_trace
 from conformance.watchdog import Watchdog
-from fuzz.driver import Campaign, Discovery, Driver, Run, campaign, flatten
+from fuzz.driver import Campaign, Discovery, Driver, Run, campaign
 from fuzz.findings import Kept, keep
-from fuzz.shrink import EXECUTIONS_MAX, Shrinker
+from fuzz.shrink import EXECUTIONS_MAX
 
 
 class Listener(Protocol):
@@ -88,15 +88,7 @@ class Hunter:
             self._listener.progress(state)
 
     def _on_discovery(self, discovery: Discovery) -> None:
-        shrinker = Shrinker(
-            self._factory,
-            executions_max=self._shrink_executions_max,
-            watchdog=self._watchdog,
-            pinned=frozenset(self._pinned),
-        )
-        shrunk = shrinker.shrink(
-            discovery.run.swarm.config, flatten(discovery.run.operations), discovery.violation
-        )
+        shrunk = self._driver.shrink(discovery, self._shrink_executions_max)
         self.executions += shrunk.executions
         key = msgspec.json.encode((shrunk.config, shrunk.operations))
         known = self._by_trace.get(key)

@@ -184,8 +184,19 @@ class Shrinker:
                     yield msgspec.structs.replace(config, **{name: value})
         for name in ("max_num_seqs", "num_blocks", "block_size", "max_model_len", "max_num_batched_tokens"):
             if name not in self._pinned:
-                for value in _smaller(getattr(config, name), 1):
+                for value in _smaller(getattr(config, name), self._least(name)):
                     yield msgspec.structs.replace(config, **{name: value})
+
+    def _least(self, name: str) -> int:
+        """The smallest sensible value: a limit that no request exceeds so far is not made one that they exceed."""
+        config = self._config
+        if name == "max_num_batched_tokens" and not config.enable_chunked_prefill:
+            return min(config.max_num_batched_tokens, config.max_model_len)
+        if name == "max_model_len":
+            lengths = [add.prompt_len + add.max_tokens for add in self._operations if isinstance(add, Add)]
+            longest = max(lengths, default=1)
+            return longest if longest <= config.max_model_len else 1
+        return 1
 
 
 _SWITCHES = (

@@ -89,9 +89,12 @@ def capabilities_of(release: Release, config: EngineConfig, manager: str) -> Cap
         version=release.version,
         features=_features(release, config, manager),
         length_cap="computed",
+        merges_equal_blocks=True,
+        chunks_whole_blocks=True,
         preempts_for_priority=release.has_priority,
         reset_with_live="refused",
         options=_options(release),
+        swarm_options={"block_manager": ("v1", "v2")} if release.two_block_managers else {},
         reimplements=tuple(reimplements),
     )
 

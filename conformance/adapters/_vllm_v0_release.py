@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from conformance.protocol import AdapterError
@@ -100,6 +100,8 @@ class Release:
     counter: Any
     device: Any
     token_inputs: Callable[[list[int]], Any]
+    validate_prompt: Callable[[list[int], int], None]
+    """The engine's own check of a prompt against max_model_len, above the scheduler. Raises ValueError."""
     two_block_managers: bool
     """Whether the release lets the user choose between block managers v1 and v2."""
     forks_in_engine: bool
@@ -125,6 +127,26 @@ def _parameters(callee: Any) -> frozenset[str]:
     return frozenset(inspect.signature(callee).parameters)
 
 
+def _prompt_check(engine: Any) -> Callable[[list[int], int], None]:
+    """The release's own check of inputs, bound to the few attributes of an engine that it reads."""
+
+    def validate(prompt: list[int], max_model_len: int) -> None:
+        model = SimpleNamespace(
+            max_model_len=max_model_len, is_multimodal_model=False, is_encoder_decoder=False
+        )
+        stand_in = SimpleNamespace(
+            model_config=model, tokenizer=None, is_encoder_decoder_model=lambda: False
+        )
+        inputs = {"type": "token", "prompt_token_ids": prompt}
+        if hasattr(engine, "_validate_model_input"):
+            engine._validate_model_input(stand_in, inputs, None, prompt_type="decoder")
+        else:
+            more = [None] if takes(engine._validate_model_inputs, "lora_request") else []
+            engine._validate_model_inputs(stand_in, inputs, *more)
+
+    return validate
+
+
 def _plain_token_inputs(prompt: list[int]) -> Any:
     return {"prompt_token_ids": prompt}
 
@@ -148,6 +170,7 @@ def installed_release() -> Release:
 
 def _probe(version: str, *, stand_in_used: bool) -> Release:
     config = importlib.import_module("vllm.config")
+    engine = importlib.import_module("vllm.engine.llm_engine")
     inputs = importlib.import_module("vllm.inputs")
     processing = importlib.import_module("vllm.engine.output_processor.interfaces")
     sampling = importlib.import_module("vllm.sampling_params")
@@ -172,6 +195,7 @@ def _probe(version: str, *, stand_in_used: bool) -> Release:
         counter=tools.Counter,
         device=tools.Device,
         token_inputs=getattr(inputs, "token_inputs", _plain_token_inputs),
+        validate_prompt=_prompt_check(engine.LLMEngine),
         two_block_managers=takes(config.SchedulerConfig, "use_v2_block_manager"),
         forks_in_engine=not hasattr(sequence, "ParallelSampleSequenceGroup"),
         has_priority=takes(config.SchedulerConfig, "policy") and takes(sequence.SequenceGroup, "priority"),

@@ -74,6 +74,7 @@ class VllmV0Engine:
         self._release = release
         self._capabilities = capabilities
         self._block_size = config.block_size
+        self._max_model_len = config.max_model_len
         self._scheduler = scheduler
         self._manager = scheduler.block_manager
         self._books = books_of(self._manager, release.device)
@@ -119,6 +120,7 @@ class VllmV0Engine:
                 f"n = {request.n}: vLLM {release.version} samples in parallel above the engine"
             )
         try:
+            release.validate_prompt(request.prompt, self._max_model_len)
             params = release.sampling_params(
                 n=request.n,
                 max_tokens=request.max_tokens,

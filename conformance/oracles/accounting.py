@@ -64,7 +64,7 @@ class AccountingOracle(Oracle):
                     continue
                 if window is not None and now in new[:index]:
                     continue  # a table that wraps round the window
-                whole = (index + 1) * size <= row.plan.first
+                whole = (index + 1) * size <= row.end
                 if now is not None and whole and self.ledger.capabilities.merges_equal_blocks:
                     continue  # that the content is the same is what KV-1 checks
                 self.report(
@@ -339,4 +339,12 @@ class AccountingOracle(Oracle):
                 "no request is live and the pool is not empty",
                 f"{self.ledger.usable_blocks} blocks free or cached",
                 f"{free} free, {cached} cached",
+            )
+        hosts = self.ledger.config.num_swap_blocks
+        if snapshot.swap_free is not None and len(set(snapshot.swap_free)) != hosts:
+            yield (
+                "ACC-6",
+                "no request is live and the host pool is not empty",
+                f"{hosts} host blocks free",
+                f"{len(set(snapshot.swap_free))} free",
             )

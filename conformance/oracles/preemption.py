@@ -70,16 +70,18 @@ class PreemptionOracle(Oracle):
 
     def _judge_return(self, facts: StepFacts) -> None:
         """PRE-4: nobody who arrived later, at the same priority, is admitted before a preempted request is back."""
-        if not self.ledger.preempted:
+        away = [*self.ledger.preempted.values(), *(request for request, _ in facts.preempted)]
+        if not away:
             return
         admitted = [row.record.request for row in facts.rows if row.admitted]
         if not admitted:
             return
         back = {row.record.request.spec.request_id for row in facts.rows}
         back.update(rejection.request_id for rejection in facts.plan.rejected)
-        for request in self.ledger.preempted.values():
+        for request in away:
             if request.spec.request_id in back:
                 continue
+            since = facts.plan.step if request.preempted_step is None else request.preempted_step
             for newcomer in admitted:
                 if (
                     newcomer.spec.priority == request.spec.priority
@@ -88,7 +90,7 @@ class PreemptionOracle(Oracle):
                     self.report(
                         "PRE-4",
                         f"{newcomer.spec.request_id} is admitted in step {facts.plan.step} while "
-                        f"{request.spec.request_id}, preempted in step {request.preempted_step}, still waits",
+                        f"{request.spec.request_id}, preempted in step {since}, still waits",
                         expected=f"{request.spec.request_id} returns first",
                         got=f"{newcomer.spec.request_id} runs",
                     )

@@ -22,6 +22,8 @@ class ProgressOracle(Oracle):
         super().__init__(ledger, report)
         self.idle_steps = 0
         self.churn_steps = 0
+        self.stuck = False
+        """Nothing will change any more unless a request comes or goes: there is no use in going on."""
 
     # -- admission and refusal ---------------------------------------------------------------------------
 
@@ -60,6 +62,7 @@ class ProgressOracle(Oracle):
 
     def _restart(self) -> None:
         self.idle_steps = self.churn_steps = 0
+        self.stuck = False
 
     def _is_churning(self) -> bool:
         """Whether everything live could have been computed `CHURN_FACTOR` times since anybody got further."""
@@ -119,6 +122,7 @@ class ProgressOracle(Oracle):
             got=f"{states}; {self.ledger.free_blocks} of {self.ledger.usable_blocks} blocks free",
         )
         self._restart()
+        self.stuck = True
 
     def _judge_preemption_count(self, facts: StepFacts) -> None:
         """PRG-4: recomputations are bounded by the lengths of the requests that lived at the same time."""
@@ -131,7 +135,7 @@ class ProgressOracle(Oracle):
             if request.preemptions > bound:
                 self.report(
                     "PRG-4",
-                    f"{request.spec.request_id} is preempted for the {request.preemptions}th time",
+                    f"{request.spec.request_id} is preempted {request.preemptions} times",
                     expected=f"at most {bound} times, given the requests it lived with",
                     got=str(request.preemptions),
                 )

@@ -52,6 +52,9 @@ CHURN = Scenario(
     (*BOOKS, "KV-1", "KV-3"),
     [
         *(Case(name, churn(shape)) for name, shape in SHAPES.items()),
+        Case("paged-tight", churn(Setting.paged, share=0.3)),
+        Case("paged-tight-cached", churn(Setting.paged, share=0.3, enable_prefix_caching=True)),
+        Case("paged-tight-swap", churn(Setting.paged, share=0.3, preemption_mode="swap")),
         Case("paged-ample", churn(Setting.paged, share=2.0)),
         Case("paged-chunked", churn(Setting.paged, enable_chunked_prefill=True)),
         Case("paged-cached", churn(Setting.paged, enable_prefix_caching=True)),
@@ -219,27 +222,31 @@ WINDOWS = Scenario(
 )
 
 
-def in_flight(depth: int, *, tight: bool = False, aborts: bool = False, **fields: Any) -> Build:
-    """Requests end while a step with their blocks is still running, and others want those blocks at once."""
+def in_flight(depth: int, *, ends: str = "stop", **fields: Any) -> Build:
+    """Requests end while a step with their blocks is still running, and others want those very blocks at once.
+
+    ``ends``: by a stop token, which the engine cannot foresee; by length, which it can; or by abort.
+    """
 
     def build(setting: Setting) -> Sequence[Operation]:
         setting.paged()
         setting.need(pipeline_depth=depth, **fields)
-        setting.choose(max_num_seqs=3)
-        size = setting.config.block_size
-        prompt = min(size, 8)
-        adds = [setting.request(prompt + number % 3, 2 + 5 * (number % 4)) for number in range(12)]
-        widest = max(setting.full_blocks(add) for add in adds)
-        if tight:
-            tight_pool(setting, adds[:3] + [max(adds, key=setting.full_blocks)], 0.5)
-        else:
-            setting.pool(3 * widest)
-        operations: list[Operation] = []
-        for number, add in enumerate(adds):
-            operations += [add, Step(1 + number % 3)]
-            if aborts and number % 3 == 2:
-                operations.append(Abort(number))
-        return [*operations, Drain()]
+        setting.choose(max_num_seqs=4)
+        if fields.get("enable_chunked_prefill"):
+            setting.choose(max_num_batched_tokens=max(8, setting.config.max_num_seqs))
+        prompt = min(2 * setting.config.block_size, 8)
+        adds = [
+            setting.request(prompt + number % 3, 12, stop_after=2 + number % 4)
+            if ends == "stop"
+            else setting.request(prompt + number % 3, 2 + number % 4)
+            for number in range(12)
+        ]
+        # What two of them hold: whoever is admitted next gets the blocks of the one that has just ended.
+        setting.pool(2 * max(setting.full_blocks(add) for add in adds))
+        if ends != "abort":
+            return [*adds, Drain()]
+        aborts: list[Operation] = [Step(3), Abort(), Step(2), Abort(1), Step(), Abort()]
+        return [*adds, *aborts, *aborts, Drain()]
 
     return build
 
@@ -249,10 +256,10 @@ PIPELINES = Scenario(
     "Blocks change hands while earlier steps are in flight",
     ("KV-5", "KV-1", "ACC-7"),
     [
-        Case("two-deep", in_flight(2)),
-        Case("two-deep-tight", in_flight(2, tight=True)),
-        Case("two-deep-aborts", in_flight(2, aborts=True)),
-        Case("three-deep", in_flight(3)),
+        Case("two-deep-stop-tokens", in_flight(2)),
+        Case("two-deep-lengths", in_flight(2, ends="length")),
+        Case("two-deep-aborts", in_flight(2, ends="abort")),
+        Case("three-deep-stop-tokens", in_flight(3)),
         Case("two-deep-cached", in_flight(2, enable_prefix_caching=True)),
         Case("two-deep-chunked", in_flight(2, enable_chunked_prefill=True)),
     ],

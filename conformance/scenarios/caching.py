@@ -160,6 +160,15 @@ def reset_when_idle(setting: Setting) -> Sequence[Operation]:
     return [add, Drain(), add, Drain(), ResetPrefixCache(), add, Drain(), add, Drain()]
 
 
+def reset_and_left_alone(setting: Setting) -> Sequence[Operation]:
+    """After the reset nobody comes: every block must be free."""
+    cached(setting)
+    setting.choose(max_num_seqs=4)
+    add = _prompt(setting, 3, 1)
+    setting.pool(4 * setting.full_blocks(add))
+    return [add, add, Drain(), ResetPrefixCache(), Step()]
+
+
 def reset_when_live(*, waiting: bool) -> Build:
     """A reset while requests run, and others wait for places."""
 
@@ -207,6 +216,7 @@ RESETS = Scenario(
     ("CCH-3", "ACC-6"),
     [
         Case("idle", reset_when_idle, sees=["prefix hit", "prefix cache reset"]),
+        Case("idle-and-left-alone", reset_and_left_alone, sees=["prefix cache reset"]),
         Case("running", reset_when_live(waiting=False), sees=["prefix hit"]),
         Case("running-and-waiting", reset_when_live(waiting=True), sees=["prefix hit"]),
         Case("after-aborts", reset_after_aborts, sees=["prefix hit", "prefix cache reset"]),
@@ -286,7 +296,7 @@ def _both(setting: Setting, number: int) -> Add:
 
 
 def _pictured(setting: Setting, number: int) -> Add:
-    setting.choose(encoder_cache_size=64)
+    setting.choose(encoder_cache_size=64, enable_chunked_prefill=True)
     add = _prompt(setting, 3, 1, outputs=4)
     return msgspec.structs.replace(add, encoder_sizes=(2 + number,))
 

@@ -12,15 +12,18 @@ from conformance.scenarios.bench import Bench, Run
 from conformance.scenarios.pressure import tight_pool
 
 
-def pictures(size: int, *sizes: tuple[int, ...], tight: bool = False, abort: bool = False, **fields: Any) -> Build:
+def pictures(
+    size: int, *sizes: tuple[int, ...], tight: bool = False, abort: bool = False, budget: int = 0, **fields: Any
+) -> Build:
     """Requests with encoder items of ``sizes`` over a cache that holds ``size``."""
 
     def build(setting: Setting) -> Sequence[Operation]:
         setting.paged()
+        # Most engines that have an encoder cache fill it chunk by chunk.
+        setting.choose(enable_chunked_prefill=True, max_num_seqs=4)
         setting.need(encoder_cache_size=size, **fields)
-        setting.choose(max_num_seqs=4)
-        if fields.get("enable_chunked_prefill"):
-            setting.choose(max_num_batched_tokens=max(6, setting.config.max_num_seqs))
+        if budget:
+            setting.choose(max_num_batched_tokens=max(budget, setting.config.max_num_seqs))
         prompt = max(1, min(setting.config.max_model_len // 2, 16))
         outputs = min(12, setting.config.max_model_len - prompt)
         adds = [
@@ -72,7 +75,9 @@ ENCODER = Scenario(
         Case("item-too-large", pictures(6, (3,), (7,), (3,))),
         Case("aborts", pictures(6, *_FOUR, abort=True)),
         Case("preempted", pictures(8, *_FOUR, tight=True)),
-        Case("chunked", pictures(6, *_FOUR, enable_chunked_prefill=True)),
+        Case("small-chunks", pictures(6, *_FOUR, budget=6)),
+        Case("small-chunks-preempted", pictures(8, *_FOUR, budget=6, tight=True)),
+        Case("whole-prompts", pictures(6, *_FOUR, enable_chunked_prefill=False)),
         Case("cached", pictures(6, *_FOUR, *_FOUR, enable_prefix_caching=True)),
     ],
     compare=served_or_refused,

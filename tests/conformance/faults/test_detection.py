@@ -1,0 +1,58 @@
+"""Every requirement of the contract can be seen broken: for each there is an engine that fails it, and it alone counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance.check import check
+from conformance.engines import EngineSource
+from conformance.protocol import Engine, EngineConfig
+from conformance.requirements import load
+from conformance.results import CheckResult
+
+from .engines import FAULTS, Faulty
+
+ENGINE_REQUIREMENTS = [row.id for row in load().values() if row.layer == "engine"]
+
+
+class FaultySource(EngineSource):
+    """Builds a class instead of importing one."""
+
+    __slots__ = ("_fault",)
+
+    def __init__(self, fault: type[Faulty]) -> None:
+        super().__init__(fault.__name__, "faults:engines")
+        self._fault = fault
+
+    def resolve(self) -> type[Faulty]:
+        return self._fault
+
+    def factory(self, config: EngineConfig) -> Engine:
+        return self._fault(config)
+
+
+def verdict(fault: type[Faulty]) -> CheckResult:
+    report = check(FaultySource(fault), requirements=[fault.breaks])
+    assert report.smoke.status == "ok", report.smoke.reason
+    return report.results[0]
+
+
+def test_there_is_an_engine_for_every_requirement() -> None:
+    assert sorted(FAULTS) == sorted(ENGINE_REQUIREMENTS)
+
+
+@pytest.mark.parametrize("requirement", ENGINE_REQUIREMENTS)
+def test_an_engine_that_breaks_it_fails(requirement: str) -> None:
+    result = verdict(FAULTS[requirement])
+    assert result.status == "fail", result.reason
+    assert result.trace is not None
+    assert [finding.requirement for finding in result.trace.footer.violations] == [requirement]
+
+
+@pytest.mark.parametrize("requirement", ["ACC-10", "CCH-1", "CCH-2", "FAIR-1", "LIM-1", "LIM-2", "PRE-6", "PRG-7"])
+def test_a_fault_that_corrupts_nothing_is_blamed_on_few(requirement: str) -> None:
+    """What follows from the fault may fail as well; accounting and content may not."""
+    report = check(FaultySource(FAULTS[requirement]))
+    failing = {result.requirement for result in report.results if result.status == "fail"}
+    assert requirement in failing
+    assert not {one for one in failing if one.startswith(("KV-", "ID-", "ENC-"))}
