@@ -99,9 +99,7 @@ def driver(engine: str, steps: int, pinned: dict[str, Any]) -> None:
 
     def run(make: EngineFactory) -> tuple[float, int]:
         begin = clock()
-        state = campaign(
-            Driver(make, capabilities, seed=1, pinned=pinned), steps_max=steps, judged=judged
-        )
+        state = campaign(Driver(make, capabilities, seed=1, pinned=pinned), steps_max=steps, judged=judged)
         return clock() - begin, state.steps
 
     plain = min(run(factory) for _ in range(REPEATS))

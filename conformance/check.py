@@ -147,7 +147,8 @@ def check(
 
 def known_failures(examiner: Examiner, expectations: Expectations | None = None) -> list[Expectation]:
     """The failures to allow for. Those that come with kvconform are about the engine as its own defaults have it:
-    once a field is pinned the user asks about that configuration, and gets the bare answer."""
+    once a field is pinned the user asks about that configuration, and gets the bare answer.
+    """
     if expectations is None:
         if examiner.pinned:
             return []
@@ -203,7 +204,11 @@ def judge(
 
 
 def conclude(
-    requirement: Requirement, cases: Sequence[CaseResult], known: Sequence[Expectation], *, unsupported: str = ""
+    requirement: Requirement,
+    cases: Sequence[CaseResult],
+    known: Sequence[Expectation],
+    *,
+    unsupported: str = "",
 ) -> CheckResult:
     """The worst of ``cases``, after allowing for what is ``known``; without any, ``unsupported`` is the reason."""
     expected = [entry for entry in known if entry.requirement == requirement.id]
@@ -228,7 +233,8 @@ def conclude(
 def allow_for(case: CaseResult, expected: Sequence[Expectation]) -> CaseResult:
     """``case``, or when it fails as is expected of this engine, the same as ``known``."""
     entry = next(
-        (entry for entry in expected if entry.requirement == case.requirement and entry.covers(case.case)), None
+        (entry for entry in expected if entry.requirement == case.requirement and entry.covers(case.case)),
+        None,
     )
     if case.status != "fail" or entry is None:
         return case

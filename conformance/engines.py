@@ -93,7 +93,9 @@ class EngineSource:
                     f"engine {self.name!r}: there is no module {error.name!r}; the current directory is "
                     "searched too, or set PYTHONPATH"
                 ) from None
-            raise EngineNotFound(f"engine {self.name!r}: {module_name} needs {error.name!r}, which is not installed") from error
+            raise EngineNotFound(
+                f"engine {self.name!r}: {module_name} needs {error.name!r}, which is not installed"
+            ) from error
         found: object = module
         for part in attribute.split("."):
             found = getattr(found, part, None)

@@ -27,6 +27,8 @@ class Execution(msgspec.Struct, kw_only=True):
     lines: list[Line] = []
     digest: str = ""
     engine_version: str = ""
+    stopped_at_first: bool = False
+    """The run was to end at the first violation."""
 
 
 def open_session(
@@ -48,9 +50,7 @@ def open_session(
         engine.close()
         names = ", ".join(sorted(undeclared))
         raise ConfigRefused(f"{engine.capabilities.engine} does not declare {names}, which the configuration needs")
-    return Session(
-        engine, config, judge=judge, stop_at_first=stop_at_first, watchdog=watchdog, recorder=recorder
-    )
+    return Session(engine, config, judge=judge, stop_at_first=stop_at_first, watchdog=watchdog, recorder=recorder)
 
 
 def execute(
@@ -81,6 +81,7 @@ def execute(
         lines=recorder.lines if recorder else [],
         digest=recorder.digest() if recorder else "",
         engine_version=session.capabilities.version,
+        stopped_at_first=stop_at_first,
     )
 
 
@@ -96,12 +97,15 @@ def trace_of(
             config=config,
             seed=seed,
             note=note,
+            to_the_end=not execution.stopped_at_first,
         ),
         lines=execution.lines,
         footer=Footer(
             verdict="violated" if execution.violations else "holds",
             steps=execution.steps,
-            violations=[msgspec.convert(violation, Finding, from_attributes=True) for violation in execution.violations],
+            violations=[
+                msgspec.convert(violation, Finding, from_attributes=True) for violation in execution.violations
+            ],
             digest=execution.digest,
         ),
     )
@@ -125,13 +129,17 @@ def replay(factory: EngineFactory, trace: Trace, watchdog: Watchdog | None = Non
         trace.header.config,
         operations,
         judge=judged or None,
-        stop_at_first=True,
+        stop_at_first=not trace.header.to_the_end,
         watchdog=watchdog,
         record=True,
     )
     same = execution.digest == trace.footer.digest
     if execution.refused is not None:
-        return Replay(status="ERROR", reason=f"the engine refuses the configuration: {execution.refused}", execution=execution)
+        return Replay(
+            status="ERROR",
+            reason=f"the engine refuses the configuration: {execution.refused}",
+            execution=execution,
+        )
     if execution.violations:
         return Replay(status="FAILED", reason=str(execution.violations[0]), execution=execution, same_digest=same)
     reason = f"{', '.join(judged)} holds on this trace" if judged else "every requirement holds on this trace"

@@ -83,7 +83,7 @@ class Expectations(msgspec.Struct, frozen=True, kw_only=True):
     entries: tuple[Expectation, ...] = ()
 
     def fuzzed(self, version: str) -> frozenset[str]:
-        """Requirements that the fuzzer need not judge on this version: each has a known failure, whatever the options."""
+        """Requirements that the fuzzer does not judge on this version: each has a known failure, whatever the options."""
         plain = [msgspec.structs.replace(entry, options={}) for entry in self.entries]
         return frozenset(entry.requirement for entry in plain if entry.applies(version, EngineConfig()))
 

@@ -66,10 +66,12 @@ def _preemption(step: StepOutcome, verdict: PreemptionVerdict, number: int, conf
     if verdict.counted is not None:
         seen = verdict.free if verdict.engine_free is None else verdict.engine_free
         parts.append(f"The engine counted {_some(verdict.counted, 'block')} as needed and saw {seen} free.")
-    parts.append(
-        f"Really needed by the whole running set: {_some(verdict.needed, 'block')}; free: {verdict.free}."
+    parts.append(f"Really needed by the whole running set: {_some(verdict.needed, 'block')}; free: {verdict.free}.")
+    cost = (
+        f"{_some(verdict.tokens_recomputed, 'position')} must be computed again"
+        if verdict.mode != "swap"
+        else "its KV is swapped out"
     )
-    cost = f"{_some(verdict.tokens_recomputed, 'position')} must be computed again" if verdict.mode != "swap" else "its KV is swapped out"
     parts.append(f"It frees {_some(verdict.released, 'block')} and {cost}.")
     parts.append(_avoidance(verdict, config))
     return " ".join(parts)

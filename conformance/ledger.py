@@ -241,9 +241,7 @@ class Ledger:
         if self.has_length_limit:
             full_len = min(full_len, self.tokens_max)
         request = RequestRecord(spec, stop_after, full_len, step)
-        request.sequences.append(
-            SequenceRecord(request, 0, list(spec.prompt), self.tree.walk(spec, spec.prompt))
-        )
+        request.sequences.append(SequenceRecord(request, 0, list(spec.prompt), self.tree.walk(spec, spec.prompt)))
         assert spec.request_id not in self.requests, "request ids are the harness's and unique"
         self.requests[spec.request_id] = request
         self.live[spec.request_id] = request
@@ -330,9 +328,7 @@ class Ledger:
             record.readers = [Reader() for _ in tables]
         return added
 
-    def _hold(
-        self, block: BlockId, null: BlockId | None, holders: dict[BlockId, int], added: list[BlockId]
-    ) -> None:
+    def _hold(self, block: BlockId, null: BlockId | None, holders: dict[BlockId, int], added: list[BlockId]) -> None:
         if block == null:
             return
         count = holders.get(block, 0)

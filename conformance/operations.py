@@ -54,7 +54,9 @@ class Drain(msgspec.Struct, frozen=True, tag="drain", omit_defaults=True, forbid
     """Step until nothing is live, or progress stops (which is a finding)."""
 
 
-class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache", omit_defaults=True, forbid_unknown_fields=True):
+class ResetPrefixCache(
+    msgspec.Struct, frozen=True, tag="reset_prefix_cache", omit_defaults=True, forbid_unknown_fields=True
+):
     """Ask the engine to forget its cached prefixes."""
 
 
@@ -68,9 +70,8 @@ def describe(operation: Operation) -> str:
             parts = [f"add prompt {operation.prompt_len} + {operation.max_tokens} tokens"]
             if operation.shared_len:
                 parts.append(f"sharing {operation.shared_len} of family {operation.family}")
-            for name in ("priority", "salt", "adapter"):
-                if getattr(operation, name):
-                    parts.append(f"{name} {getattr(operation, name)}")
+            named = ((name, getattr(operation, name)) for name in ("priority", "salt", "adapter"))
+            parts.extend(f"{name} {value}" for name, value in named if value)
             if operation.n > 1:
                 parts.append(f"n = {operation.n}")
             if operation.stop_after is not None:

@@ -37,9 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="engine to test: a built-in, an entry point of kvconform.engines, or package.module:factory "
         f"(default: {DEFAULT_ENGINE})",
     )
-    group.addoption(
-        "--kv-preset", metavar="NAME", default=None, help="pin the fields of a preset, such as neuron"
-    )
+    group.addoption("--kv-preset", metavar="NAME", default=None, help="pin the fields of a preset, such as neuron")
     group.addoption(
         "--kv-set",
         metavar="KEY=VALUE",

@@ -51,7 +51,7 @@ multimodal content of a request keeps its KV apart. ``length_limit`` / ``token_b
 max_model_len / max_num_batched_tokens. ``snapshot`` / ``usage``: the engine can show its books."""
 
 
-class EngineFault(Exception):
+class EngineFault(Exception):  # noqa: N818 - named for whose it is
     """The engine under test broke in a way the adapter recognised (an internal error it reported as such)."""
 
 

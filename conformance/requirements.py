@@ -253,9 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = path.read_text(encoding="utf-8") if path.exists() else ""
     if found == page:
         return 0
-    lines = difflib.unified_diff(
-        found.splitlines(), page.splitlines(), str(path), "as it should be", lineterm=""
-    )
+    lines = difflib.unified_diff(found.splitlines(), page.splitlines(), str(path), "as it should be", lineterm="")
     sys.stderr.writelines(f"{line}\n" for line in lines)
     sys.stderr.write(f"{path} is out of date: run python -m conformance.requirements --write {path}\n")
     return 1

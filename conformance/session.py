@@ -42,7 +42,21 @@ T = TypeVar("T")
 
 AUDIT_EVERY_STEPS = 64
 CORRUPTING = frozenset(
-    {"ACC-2", "ACC-3", "ACC-4", "ACC-9", "ID-1", "KV-1", "KV-2", "KV-3", "KV-4", "KV-5", "KV-6", "PRG-5", "PRG-8"}
+    {
+        "ACC-2",
+        "ACC-3",
+        "ACC-4",
+        "ACC-9",
+        "ID-1",
+        "KV-1",
+        "KV-2",
+        "KV-3",
+        "KV-4",
+        "KV-5",
+        "KV-6",
+        "PRG-5",
+        "PRG-8",
+    }
 )
 """After one of these the books no longer mean anything: the session ends at the end of the step."""
 
@@ -565,8 +579,7 @@ class Session:
 
 def _span(sequence: SequencePlan) -> str:
     return (
-        f"{sequence.request_id}/{sequence.seq} positions {sequence.first} to "
-        f"{sequence.first + sequence.num_tokens - 1}"
+        f"{sequence.request_id}/{sequence.seq} positions {sequence.first} to {sequence.first + sequence.num_tokens - 1}"
     )
 
 

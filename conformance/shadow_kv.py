@@ -117,9 +117,7 @@ class ShadowKV:
         """Whether the host block was ever swapped out to."""
         return block in self._host
 
-    def verify(
-        self, reader: Reader, table: list[BlockId], nodes: list[int], start: int, end: int
-    ) -> Mismatch | None:
+    def verify(self, reader: Reader, table: list[BlockId], nodes: list[int], start: int, end: int) -> Mismatch | None:
         """Check that positions ``[start, end)`` read through ``table`` hold ``nodes``; the first that does not.
 
         O(blocks of the table) for what was verified before and is untouched, O(slots) for the rest.

@@ -185,7 +185,10 @@ class _Smoke:
             finished += self._settle(engine, plan, sampled)
             if len(tokens) == wanted:
                 break
-            _expect(not finished, f"reported as finished with {len(tokens) - len(request.prompt)} outputs: {finished}")
+            _expect(
+                not finished,
+                f"reported as finished with {len(tokens) - len(request.prompt)} outputs: {finished}",
+            )
         else:
             raise Red(f"not finished after {STEPS_MAX} steps: {len(tokens)} of {wanted} tokens")
         for _ in range(1 + self._grace):
@@ -219,9 +222,15 @@ class _Smoke:
             plan.first == computed and plan.num_tokens >= 1 and end <= len(tokens),
             f"runs positions {plan.first} to {end - 1}; {computed} of {len(tokens)} are computed",
         )
-        _expect(plan.samples == (end == len(tokens)), f"samples = {plan.samples} at position {end - 1} of {len(tokens)}")
+        _expect(
+            plan.samples == (end == len(tokens)),
+            f"samples = {plan.samples} at position {end - 1} of {len(tokens)}",
+        )
         groups = [group.block_size for group in config.kv_cache_groups] or [config.block_size]
-        _expect(len(plan.block_tables) == len(groups), f"{len(plan.block_tables)} block tables for {len(groups)} groups")
+        _expect(
+            len(plan.block_tables) == len(groups),
+            f"{len(plan.block_tables)} block tables for {len(groups)} groups",
+        )
         assert self.capabilities is not None
         for size, table in zip(groups, plan.block_tables, strict=True):
             need = -(-end // size)
@@ -244,9 +253,7 @@ class _Smoke:
     def _grace(self) -> int:
         return 0 if self.capabilities is None else self.capabilities.deferred_free_steps
 
-    def _books(
-        self, engine: Engine, running: Request | None, *, idle: bool = True, fresh: bool = False
-    ) -> None:
+    def _books(self, engine: Engine, running: Request | None, *, idle: bool = True, fresh: bool = False) -> None:
         """Usage and snapshot are what they should be, and name what runs. Whether they add up is for ACC-1 to judge."""
         capabilities = self.capabilities
         assert capabilities is not None
@@ -263,7 +270,10 @@ class _Smoke:
                 _expect(usage.waiting in {None, 0}, f"usage: {usage.waiting} waiting when idle")
         if "snapshot" in capabilities.features:
             snapshot = engine.snapshot()
-            _expect(isinstance(snapshot, Snapshot), f"snapshot() returns {type(snapshot).__name__}, not a Snapshot")
+            _expect(
+                isinstance(snapshot, Snapshot),
+                f"snapshot() returns {type(snapshot).__name__}, not a Snapshot",
+            )
             _expect(not fresh or bool(snapshot.free), "snapshot: a new engine has no free block")
             if running is not None:
                 _expect(
@@ -302,7 +312,8 @@ def _expect(condition: bool, otherwise: str) -> None:  # noqa: FBT001
 
 def _judge_capabilities(capabilities: Capabilities, config: EngineConfig) -> None:
     _expect(
-        isinstance(capabilities, Capabilities), f"capabilities is {type(capabilities).__name__}, not a Capabilities"
+        isinstance(capabilities, Capabilities),
+        f"capabilities is {type(capabilities).__name__}, not a Capabilities",
     )
     _expect(bool(capabilities.engine and capabilities.version), "engine and version must not be empty")
     unknown = sorted(capabilities.features - set(get_args(Feature)))
@@ -315,7 +326,8 @@ def _judge_capabilities(capabilities: Capabilities, config: EngineConfig) -> Non
     )
     least, most = capabilities.block_size_min, capabilities.block_size_max
     _expect(
-        1 <= least and (most is None or least <= most), f"block_size_min = {least} and block_size_max = {most}"
+        least >= 1 and (most is None or least <= most),
+        f"block_size_min = {least} and block_size_max = {most}",
     )
     _expect(
         least <= config.block_size <= (most or config.block_size),
@@ -324,4 +336,7 @@ def _judge_capabilities(capabilities: Capabilities, config: EngineConfig) -> Non
     for name in ("deferred_free_steps", "preallocated_blocks"):
         _expect(getattr(capabilities, name) >= 0, f"{name} = {getattr(capabilities, name)} must not be negative")
     undeclared = sorted(config.features_needed() - capabilities.features)
-    _expect(not undeclared, f"the configuration was accepted but needs {', '.join(undeclared)}, which is not declared")
+    _expect(
+        not undeclared,
+        f"the configuration was accepted but needs {', '.join(undeclared)}, which is not declared",
+    )

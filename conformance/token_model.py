@@ -48,8 +48,8 @@ def request_from(add: Add, ordinal: int) -> Request:
         )  # fmt: skip
     items: list[EncoderItem] = []
     at = 0
-    for number, size in enumerate(add.encoder_sizes):
-        size = max(1, min(size, add.prompt_len - at))
+    for number, wanted in enumerate(add.encoder_sizes):
+        size = max(1, min(wanted, add.prompt_len - at))
         if at + size > add.prompt_len:
             break
         items.append(EncoderItem(key=f"item{add.family}.{number}:{size}", first=at, size=size))
@@ -71,7 +71,7 @@ def request_from(add: Add, ordinal: int) -> Request:
 class PrefixTree:
     """Interned prefixes. Node 0 is "nothing was written"; a request identity has a root node of its own."""
 
-    __slots__ = ("_children", "_hashes", "_parents", "_roots", "_root_of", "_tokens")
+    __slots__ = ("_children", "_hashes", "_parents", "_root_of", "_roots", "_tokens")
 
     def __init__(self) -> None:
         self._children: dict[int, int] = {}

@@ -60,6 +60,8 @@ class Header(msgspec.Struct, kw_only=True, tag="header", tag_field="kind", omit_
     config: EngineConfig
     seed: int | None = None
     note: str = ""
+    to_the_end: bool = False
+    """The run went on after the first violation; a replay does too."""
 
 
 class Line(msgspec.Struct, kw_only=True, tag="operation", tag_field="kind", omit_defaults=True):

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 EXIT_STUCK: Final = 1
@@ -34,7 +35,7 @@ class MemoryExhausted(Exception):  # noqa: N818 - named for what the engine did
 def resident_bytes() -> int:
     """Resident memory of this process; 0 where the platform does not tell."""
     try:
-        with open("/proc/self/statm", encoding="ascii") as statm:
+        with Path("/proc/self/statm").open(encoding="ascii") as statm:
             return int(statm.read().split()[1]) * _PAGE_BYTES
     except OSError:
         return 0
@@ -119,9 +120,7 @@ class Watchdog:
         with self._lock:
             if self._call is not None and self._serial == serial:
                 self._raised = True
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(self._thread_id), ctypes.py_object(kind)
-                )
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread_id), ctypes.py_object(kind))
 
     def _give_up(self, call: str) -> None:
         message = f"{call} did not return and cannot be interrupted (native code)"

@@ -62,7 +62,7 @@ class Driver:
 
     def run(self, index: int, judge: Collection[str] | None = None) -> Run:
         """Run number ``index``. Raises `AdapterError` when the engine accepts none of the drawn configurations."""
-        rng = Random(f"{self.seed}:{index}")  # noqa: S311 - reproducible, not secret
+        rng = Random(f"{self.seed}:{index}")
         session, swarm, refusals = self._open(rng, judge)
         source = OperationSource(rng, swarm)
         operations: list[Operation] = []
@@ -100,9 +100,7 @@ class Driver:
         for refusals in range(DRAWS_MAX):
             config = draw_config(rng, self._capabilities, self._pinned)
             try:
-                session = open_session(
-                    self._factory, config, judge=judge, stop_at_first=True, watchdog=self._watchdog
-                )
+                session = open_session(self._factory, config, judge=judge, stop_at_first=True, watchdog=self._watchdog)
             except ConfigRefused as refusal:
                 reason = str(refusal)
                 continue
@@ -171,9 +169,7 @@ def campaign(
     return state
 
 
-def _enter(
-    state: Campaign, run: Run, violation: Violation, on_discovery: Callable[[Discovery], None] | None
-) -> None:
+def _enter(state: Campaign, run: Run, violation: Violation, on_discovery: Callable[[Discovery], None] | None) -> None:
     fingerprint = normalised(violation)
     known = state.discoveries.get(fingerprint)
     if known is not None:

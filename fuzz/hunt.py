@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -117,7 +116,10 @@ class Hunter:
             return
         config, operations = self._driver.current
         stuck = Violation(requirement="PRG-8", message=message, expected="the call returns", got="it does not")
-        write_trace(self._directory / f"{self._name}-prg-8-stuck.jsonl", _unfinished(self._name, config, operations, stuck))
+        write_trace(
+            self._directory / f"{self._name}-prg-8-stuck.jsonl",
+            _unfinished(self._name, config, operations, stuck),
+        )
 
 
 def _unfinished(name: str, config: EngineConfig, operations: list[Operation], violation: Violation) -> Any:

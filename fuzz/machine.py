@@ -42,7 +42,7 @@ PROFILES: dict[str, settings] = {
 """``ci``: the same examples each time, a gate. ``deep``: new ones each time. ``replay``: what failed before."""
 
 
-class ContractBroken(AssertionError):
+class ContractBroken(AssertionError):  # noqa: N818 - named for what happened
     """A rule of the machine broke the contract."""
 
 
@@ -79,8 +79,10 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 2**32 - 1))
     def build(self, seed: int) -> None:
-        """Draw a configuration the engine accepts. One integer decides it: drawn value by value, Hypothesis
-        keeps to the simplest configurations, and the shrinker simplifies it later anyway.
+        """Draw a configuration the engine accepts.
+
+        One integer decides it: drawn value by value, Hypothesis keeps to the simplest configurations, and the
+        shrinker simplifies it later anyway.
         """
         kind, random = type(self), Random(seed)
         for _ in range(DRAWS_MAX):
@@ -231,7 +233,7 @@ def machine_for(
 def run_machine(machine: type[EngineMachine], profile: settings | None = None) -> None:
     """Run the machine. Raises `Failure` with the shrunk trace when the contract is broken."""
     try:
-        run_state_machine_as_test(machine, settings=profile)  # type: ignore[no-untyped-call]
+        run_state_machine_as_test(machine, settings=profile)
     except ContractBroken as broken:
         failure = machine.last_failure
         if failure is None:

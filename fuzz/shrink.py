@@ -22,6 +22,8 @@ from conformance.watchdog import Watchdog
 
 EXECUTIONS_MAX = 2000
 REPLAYS = 3
+PAIRS_MAX = 12
+"""Traces up to this many operations are also tried without any two of them."""
 
 _NUMBERS = re.compile(r"\br?\d+(/\d+)?\b|-\d+")
 _LISTS = re.compile(r"\[[^\]]*\]|(?:#, )+#")
@@ -127,7 +129,7 @@ class Shrinker:
                 if not self._try(self._config, self._operations[:at] + self._operations[at + chunk :]):
                     at += chunk
             chunk = chunk // 2
-        if len(self._operations) <= 12:
+        if len(self._operations) <= PAIRS_MAX:
             self._delete_pairs()
 
     def _delete_pairs(self) -> None:
@@ -213,6 +215,18 @@ _SWITCHES = (
 )
 """Fields that are put back to their default first: each one that goes makes the finding easier to read."""
 
+_SIZES = (
+    "num_blocks",
+    "block_size",
+    "max_num_seqs",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "num_swap_blocks",
+    "pipeline_depth",
+    "num_lookahead_slots",
+    "num_speculative_tokens",
+)
+
 
 def _smaller(value: int, low: int) -> Iterator[int]:
     """Candidates below ``value``, the boldest first."""
@@ -222,44 +236,48 @@ def _smaller(value: int, low: int) -> Iterator[int]:
 
 def _plainer(operation: Operation) -> Iterator[Operation]:
     """Simpler forms of one operation, the boldest first."""
-    replace: Callable[..., Any] = msgspec.structs.replace
     match operation:
         case Add():
-            if operation.encoder_sizes:
-                yield replace(operation, encoder_sizes=())
-                yield replace(operation, encoder_sizes=operation.encoder_sizes[:-1])
-            if operation.stop_after is not None:
-                yield replace(operation, stop_after=None)
-                for value in _smaller(operation.stop_after, 1):
-                    yield replace(operation, stop_after=value)
-            for name in ("n", "prompt_len", "max_tokens"):
-                for value in _smaller(getattr(operation, name), 1):
-                    shared = min(operation.shared_len, value) if name == "prompt_len" else operation.shared_len
-                    yield replace(operation, **{name: value}, **({} if name == "shared_len" else {"shared_len": shared}))
-            for name in ("shared_len", "family", "priority", "salt", "adapter"):
-                for value in _smaller(getattr(operation, name), 0):
-                    yield replace(operation, **{name: value})
+            yield from _plainer_adds(operation)
         case Step():
             for value in _smaller(operation.count, 1):
                 yield Step(count=value)
         case Abort() | AbortEnded():
             for value in _smaller(operation.index, 0):
-                yield replace(operation, index=value)
+                yield msgspec.structs.replace(operation, index=value)
         case Drain():
             yield Step()
         case _:
             return
 
 
+def _plainer_adds(add: Add) -> Iterator[Add]:
+    replace: Callable[..., Add] = msgspec.structs.replace
+    if add.encoder_sizes:
+        yield replace(add, encoder_sizes=())
+        yield replace(add, encoder_sizes=add.encoder_sizes[:-1])
+    if add.stop_after is not None:
+        yield replace(add, stop_after=None)
+        for value in _smaller(add.stop_after, 1):
+            yield replace(add, stop_after=value)
+    for value in _smaller(add.prompt_len, 1):
+        yield replace(add, prompt_len=value, shared_len=min(add.shared_len, value))
+    for name in ("n", "max_tokens"):
+        for value in _smaller(getattr(add, name), 1):
+            yield replace(add, **{name: value})
+    for name in ("shared_len", "family", "priority", "salt", "adapter"):
+        for value in _smaller(getattr(add, name), 0):
+            yield replace(add, **{name: value})
+
+
 def _weight(operation: Operation) -> int:
     """A rough size of the operation's arguments; `Drain` weighs more than any short step."""
     match operation:
         case Add():
-            return (
-                operation.prompt_len + operation.max_tokens + operation.shared_len + operation.family
-                + operation.priority + 4 * operation.n + operation.salt + operation.adapter
-                + (operation.stop_after or 0) + (operation.stop_after is not None) * 2 + sum(operation.encoder_sizes)
-            )  # fmt: skip
+            plain = operation.prompt_len + operation.max_tokens + operation.shared_len + 4 * operation.n
+            odd = operation.family + operation.priority + operation.salt + operation.adapter
+            stop = 0 if operation.stop_after is None else 2 + operation.stop_after
+            return plain + odd + stop + sum(operation.encoder_sizes)
         case Step():
             return operation.count
         case Abort() | AbortEnded():
@@ -273,9 +291,5 @@ def _weight(operation: Operation) -> int:
 def _config_weight(config: EngineConfig) -> int:
     default = EngineConfig()
     switches = sum(getattr(config, name) != getattr(default, name) for name in _SWITCHES)
-    return (
-        1000 * (switches + len(config.engine_options))
-        + config.num_blocks + config.block_size + config.max_num_seqs + config.max_model_len
-        + config.max_num_batched_tokens + config.num_swap_blocks + config.pipeline_depth
-        + config.num_lookahead_slots + config.num_speculative_tokens
-    )  # fmt: skip
+    sizes: int = sum(getattr(config, name) for name in _SIZES)
+    return 1000 * (switches + len(config.engine_options)) + sizes

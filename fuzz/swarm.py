@@ -63,7 +63,10 @@ def draw_config(rng: Random, capabilities: Capabilities, pinned: dict[str, Any])
         )
     )
     fields.update(
-        max_model_len=model_len, block_size=block_size, max_num_seqs=seqs, num_blocks=max(1 + reserved, blocks)
+        max_model_len=model_len,
+        block_size=block_size,
+        max_num_seqs=seqs,
+        num_blocks=max(1 + reserved, blocks),
     )
     chunked = "chunked_prefill" in features and rng.random() < 0.5
     fields["enable_chunked_prefill"] = chunked
@@ -90,9 +93,7 @@ def draw_config(rng: Random, capabilities: Capabilities, pinned: dict[str, Any])
         fields["pipeline_depth"] = rng.choice((2, 2, 3))
     if "encoder_cache" in features and rng.random() < 0.3:
         fields["encoder_cache_size"] = rng.randint(1, model_len)
-    options = {
-        name: rng.choice(values) for name, values in capabilities.swarm_options.items() if rng.random() < 0.5
-    }
+    options = {name: rng.choice(values) for name, values in capabilities.swarm_options.items() if rng.random() < 0.5}
     fields["engine_options"] = {**options, **pinned.get("engine_options", {})}
     fields.update({name: value for name, value in pinned.items() if name != "engine_options"})
     return EngineConfig(**fields)
@@ -154,24 +155,25 @@ class OperationSource:
             self._pending -= 1
             return self.draw_add()
         kind = rng.choices(self._kinds, cum_weights=self._totals)[0]
+        operation: Operation
         match kind:
             case "step":
-                return Step()
+                operation = Step()
             case "step_many":
-                return Step(count=rng.randint(2, 8))
-            case "burst":
-                self._pending = rng.randint(1, self.swarm.burst_max)
-                return self.draw_add()
+                operation = Step(count=rng.randint(2, 8))
             case "drain":
-                return Drain()
+                operation = Drain()
             case "abort":
-                return Abort(index=rng.randint(0, 7))
+                operation = Abort(index=rng.randint(0, 7))
             case "abort_ended":
-                return AbortEnded(index=rng.randint(0, 7))
+                operation = AbortEnded(index=rng.randint(0, 7))
             case "reset":
-                return ResetPrefixCache()
+                operation = ResetPrefixCache()
             case _:
-                return self.draw_add()
+                if kind == "burst":
+                    self._pending = rng.randint(1, self.swarm.burst_max)
+                operation = self.draw_add()
+        return operation
 
     def draw_add(self) -> Add:
         """A request: often at a block or model-length boundary, often sharing a prefix."""

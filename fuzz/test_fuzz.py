@@ -89,11 +89,17 @@ def test_corpus(subject: Subject, path: Path) -> None:
     """What once broke an engine holds on this one, as far as it accepts the configuration."""
     trace = read_trace(path)
     execution = execute(
-        subject.factory, trace.header.config, trace.operations, judge=subject.judged, watchdog=subject.watchdog
+        subject.factory,
+        trace.header.config,
+        trace.operations,
+        judge=subject.judged,
+        watchdog=subject.watchdog,
     )
     if execution.refused is not None:
         pytest.skip(f"refused: {execution.refused}")
-    assert not execution.violations, f"{execution.violations[0]}\n  replay   kvconform replay {path} --engine {subject.name}"
+    assert not execution.violations, (
+        f"{execution.violations[0]}\n  replay   kvconform replay {path} --engine {subject.name}"
+    )
 
 
 @pytest.mark.parametrize("part", SLICES)

@@ -101,7 +101,8 @@ def _print_summary(console: Console, report: CheckReport) -> int:
     if report.smoke.status != "ok":
         wrapped(console, f"  ERROR smoke test: {report.smoke.reason}")
         wrapped(
-            console, "  the adapter does not do the least that any adapter must: nothing is said of the engine"
+            console,
+            "  the adapter does not do the least that any adapter must: nothing is said of the engine",
         )
         return 2 if report.smoke.status == "refused" else 3
     must = sum(result.status == "fail" and result.level == "MUST" for result in report.results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -9,12 +10,15 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from conformance.check import UnknownRequirement
 from conformance.engines import EngineNotFound, EngineSource, installed, load
 from conformance.execute import execute, replay, trace_of
+from conformance.expectations import ExpectationsError
 from conformance.explain import explain as explanation
 from conformance.operations import Add, Drain, Operation
 from conformance.protocol import AdapterError, Capabilities, ConfigRefused, EngineConfig
 from conformance.requirements import load as load_requirements
+from conformance.settings import PRESETS, parse_settings
 from conformance.trace import TraceError, read_trace, write_trace
 from conformance.version import __version__
 from conformance.watchdog import Watchdog
@@ -24,7 +28,6 @@ from fuzz.hunt import Hunter
 from fuzz.shrink import EXECUTIONS_MAX, Shrinker
 from kvconform.check_command import check_engines
 from kvconform.console import FuzzView, make_console, print_kept, print_violation, wrapped
-from conformance.settings import PRESETS, parse_settings
 
 HOLDS, VIOLATED, USAGE, BROKEN = 0, 1, 2, 3
 """Exit codes: the contract holds; it is violated; usage or configuration; the suite or an adapter broke."""
@@ -106,7 +109,7 @@ def fuzz(
     config, _ = parse_settings(preset, settings or [])
     fixed = {name: getattr(config, name) for name in pinned}
     capabilities = _probe(source, config)
-    levels = {rid: item.level for rid, item in load_requirements().items()}
+    levels: dict[str, str] = {rid: item.level for rid, item in load_requirements().items()}
     judged = _judged(levels, requirement, ignore)
     wrapped(console, f"seed {seed}, {source.name} {capabilities.version}, {steps:,} steps, findings in {out}/")
     view = FuzzView(console, levels, steps)
@@ -189,9 +192,7 @@ def shrink(
         wrapped(console, f"{result.status}: {result.reason}; there is nothing to shrink")
         raise typer.Exit(HOLDS if result.status == "FIXED" else BROKEN)
     shrinker = Shrinker(source.factory, executions_max=executions, watchdog=watchdog)
-    shrunk = shrinker.shrink(
-        loaded.header.config, flatten(loaded.operations), result.execution.violations[0]
-    )
+    shrunk = shrinker.shrink(loaded.header.config, flatten(loaded.operations), result.execution.violations[0])
     kept = keep(source.factory, source.name, shrunk, out, seed=loaded.header.seed, watchdog=watchdog)
     print_kept(console, kept, "", f"from {trace}")
     raise typer.Exit(VIOLATED)
@@ -209,7 +210,8 @@ def explain_command(trace: Annotated[Path, typer.Argument(help="A trace file")])
 def record(
     engine: EngineArgument,
     requests: Annotated[
-        list[str], typer.Argument(metavar="REQUESTS...", help="PROMPT+OUTPUTS, or COUNTxPROMPT+OUTPUTS: 4x10+30")
+        list[str],
+        typer.Argument(metavar="REQUESTS...", help="PROMPT+OUTPUTS, or COUNTxPROMPT+OUTPUTS: 4x10+30"),
     ],
     preset: PresetOption = None,
     settings: SetOption = None,
@@ -238,19 +240,15 @@ def record(
     raise typer.Exit(VIOLATED if execution.violations else HOLDS)
 
 
+_REQUESTS = re.compile(r"(?:([1-9][0-9]*)x)?([1-9][0-9]*)\+([1-9][0-9]*)")
+
+
 def _requests(word: str) -> list[Add]:
-    count, times, lengths = word.rpartition("x")
-    prompt, plus, outputs = lengths.partition("+")
-    try:
-        if not plus or (times and not count):
-            raise ValueError
-        number = int(count) if times else 1
-        add = Add(prompt_len=int(prompt), max_tokens=int(outputs))
-        if min(number, add.prompt_len, add.max_tokens) < 1:
-            raise ValueError
-    except ValueError:
-        raise ConfigRefused(f"{word}: expected PROMPT+OUTPUTS or COUNTxPROMPT+OUTPUTS, such as 4x10+30") from None
-    return [add] * number
+    match = _REQUESTS.fullmatch(word)
+    if match is None:
+        raise ConfigRefused(f"{word}: expected PROMPT+OUTPUTS or COUNTxPROMPT+OUTPUTS, such as 4x10+30")
+    count, prompt, outputs = match.groups(default="1")
+    return [Add(prompt_len=int(prompt), max_tokens=int(outputs))] * int(count)
 
 
 @app.command()
@@ -308,7 +306,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     console = make_console(stderr=True)
     try:
         app(args=arguments, standalone_mode=True)
-    except (ConfigRefused, EngineNotFound, TraceError) as error:
+    except (ConfigRefused, EngineNotFound, ExpectationsError, TraceError, UnknownRequirement) as error:
         wrapped(console, f"kvconform: {error}")
         sys.exit(USAGE)
     except AdapterError as error:

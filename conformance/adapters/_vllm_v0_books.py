@@ -61,9 +61,7 @@ class BooksV1:
                 counts[block.block_number] = block.ref_count
         free, cached = self._free_and_cached(self._manager.gpu_allocator)
         host_free, host_cached = self._free_and_cached(self._manager.cpu_allocator)
-        return Snapshot(
-            free=free, cached=cached, held=held, ref_counts=counts, swap_free=host_free + host_cached
-        )
+        return Snapshot(free=free, cached=cached, held=held, ref_counts=counts, swap_free=host_free + host_cached)
 
     def _free_and_cached(self, allocator: Any) -> tuple[list[BlockId], list[BlockId]]:
         if not self._manager.enable_caching:

@@ -79,9 +79,7 @@ def capabilities_of(release: Release, config: EngineConfig, manager: str) -> Cap
     if config.watermark:
         reimplements.append("Builds the block manager with the given watermark; the engine never passes one.")
     if release.stand_in_used:
-        reimplements.append(
-            "Stands in for a compiled numeric type that only the import of the package needs."
-        )
+        reimplements.append("Stands in for a compiled numeric type that only the import of the package needs.")
     if config.engine_options.get(_NULL_BLOCK_OPTION, False):
         reimplements.append("Has the block manager set its null block aside earlier than the engine would.")
     return Capabilities(
@@ -110,9 +108,7 @@ def check(config: EngineConfig, capabilities: Capabilities, manager: str) -> Non
     if config.kv_cache_groups:
         missing.append("kv_cache_groups")
     if missing:
-        raise ConfigRefused(
-            f"{capabilities.engine} {capabilities.version} does not have: {', '.join(missing)}"
-        )
+        raise ConfigRefused(f"{capabilities.engine} {capabilities.version} does not have: {', '.join(missing)}")
     if config.sliding_window is not None and config.enable_chunked_prefill and manager == "v1":
         raise ConfigRefused(
             f"sliding_window = {config.sliding_window} with enable_chunked_prefill = true: "
@@ -147,9 +143,7 @@ def build_scheduler(release: Release, config: EngineConfig, manager: str) -> Any
     }
     with v0_selected():
         try:
-            scheduler_config = release.scheduler_config(
-                **accepted(release.scheduler_config, scheduler_arguments)
-            )
+            scheduler_config = release.scheduler_config(**accepted(release.scheduler_config, scheduler_arguments))
             cache_config = release.cache_config(**accepted(release.cache_config, cache_arguments))
         except (ValueError, NotImplementedError) as error:
             raise ConfigRefused(str(error)) from error

@@ -131,12 +131,8 @@ def _prompt_check(engine: Any) -> Callable[[list[int], int], None]:
     """The release's own check of inputs, bound to the few attributes of an engine that it reads."""
 
     def validate(prompt: list[int], max_model_len: int) -> None:
-        model = SimpleNamespace(
-            max_model_len=max_model_len, is_multimodal_model=False, is_encoder_decoder=False
-        )
-        stand_in = SimpleNamespace(
-            model_config=model, tokenizer=None, is_encoder_decoder_model=lambda: False
-        )
+        model = SimpleNamespace(max_model_len=max_model_len, is_multimodal_model=False, is_encoder_decoder=False)
+        stand_in = SimpleNamespace(model_config=model, tokenizer=None, is_encoder_decoder_model=lambda: False)
         inputs = {"type": "token", "prompt_token_ids": prompt}
         if hasattr(engine, "_validate_model_input"):
             engine._validate_model_input(stand_in, inputs, None, prompt_type="decoder")

@@ -73,9 +73,7 @@ def make(config: EngineConfig) -> protocol.Engine:
 def _core_config(config: EngineConfig) -> core_config.EngineConfig:
     for name in _UNSUPPORTED:
         if getattr(config, name):
-            raise ConfigRefused(
-                f"{name} = {getattr(config, name)!r}: the reference engine does not have this"
-            )
+            raise ConfigRefused(f"{name} = {getattr(config, name)!r}: the reference engine does not have this")
     unknown = sorted(set(config.engine_options) - set(OPTIONS))
     if unknown:
         raise ConfigRefused(f"engine_options: no option {', '.join(unknown)}; known: {', '.join(OPTIONS)}")
@@ -140,12 +138,8 @@ class ReferenceAdapter:
         return step
 
     def commit(self, step: int, sampled: Mapping[SequenceKey, Sampled]) -> CommitResult:
-        finished = self.engine.commit(
-            step, {key: _only_token(key, sample) for key, sample in sampled.items()}
-        )
-        return CommitResult(
-            [Finished(request_id=name, outputs=outputs, reason=why) for name, outputs, why in finished]
-        )
+        finished = self.engine.commit(step, {key: _only_token(key, sample) for key, sample in sampled.items()})
+        return CommitResult([Finished(request_id=name, outputs=outputs, reason=why) for name, outputs, why in finished])
 
     def reset_prefix_cache(self) -> bool:
         return self.engine.reset_prefix_cache()
@@ -214,9 +208,7 @@ def _add_moves(step: StepPlan, plan: Plan) -> None:
 
 def _only_token(key: SequenceKey, sample: Sampled) -> int:
     if len(sample.tokens) != 1:
-        raise ValueError(
-            f"{len(sample.tokens)} tokens for sequence {key}: without speculation it is one per step"
-        )
+        raise ValueError(f"{len(sample.tokens)} tokens for sequence {key}: without speculation it is one per step")
     return sample.tokens[0]
 
 

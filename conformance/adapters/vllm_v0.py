@@ -68,9 +68,7 @@ class _Scheduled(NamedTuple):
 class VllmV0Engine:
     """One V0 scheduler with its block manager and output processor. Made by `make`."""
 
-    def __init__(
-        self, release: Release, config: EngineConfig, scheduler: Any, capabilities: Capabilities
-    ) -> None:
+    def __init__(self, release: Release, config: EngineConfig, scheduler: Any, capabilities: Capabilities) -> None:
         self._release = release
         self._capabilities = capabilities
         self._block_size = config.block_size
@@ -106,9 +104,7 @@ class VllmV0Engine:
         if self._null_block_expected:
             null = self._books.null_block()
             if null is not None:
-                self._capabilities = msgspec.structs.replace(
-                    self._capabilities, null_block=null, reserved_blocks=1
-                )
+                self._capabilities = msgspec.structs.replace(self._capabilities, null_block=null, reserved_blocks=1)
                 self._null_block_expected = False
         return self._capabilities
 
@@ -116,9 +112,7 @@ class VllmV0Engine:
         """Queue the request as one sequence group. Raises `RequestRefused` when vLLM's own classes object."""
         release = self._release
         if request.n > 1 and not release.forks_in_engine:
-            raise RequestRefused(
-                f"n = {request.n}: vLLM {release.version} samples in parallel above the engine"
-            )
+            raise RequestRefused(f"n = {request.n}: vLLM {release.version} samples in parallel above the engine")
         try:
             release.validate_prompt(request.prompt, self._max_model_len)
             params = release.sampling_params(

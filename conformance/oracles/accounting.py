@@ -300,7 +300,10 @@ class AccountingOracle(Oracle):
             elif state is RequestState.PREEMPTED and "preempted" not in keeps:
                 requirement, who = "ACC-7", f"{rid}, which was preempted by recompute,"
             elif (request is None or not request.live) and "finished" not in keeps:
-                requirement, who = "ACC-7", f"{rid}, which {'is unknown' if state is None else f'was {state.value}'},"
+                requirement, who = (
+                    "ACC-7",
+                    f"{rid}, which {'is unknown' if state is None else f'was {state.value}'},",
+                )
             else:
                 continue
             yield requirement, f"{who} holds blocks", "no block", f"tables {tables}"

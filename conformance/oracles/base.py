@@ -50,4 +50,4 @@ class Oracle:
         """The prefix cache was asked to reset; ``done`` is the engine's answer."""
 
     def audit(self, snapshot: Snapshot, usage: Usage) -> None:
-        """The engine shows its whole books, and its figures at that moment. Called every so often, when idle, and at the end."""
+        """The engine shows its whole books, and its figures at that moment: every so often, when idle, and at the end."""

@@ -133,7 +133,7 @@ class ContentOracle(Oracle):
             self.report(
                 "KV-6" if record.request.preemptions else "PRG-5",
                 f"{record.name} is run with input tokens that are not its own",
-                expected=f"tokens {record.tokens[plan.first:known]} at positions {plan.first} to {known - 1}",
+                expected=f"tokens {record.tokens[plan.first : known]} at positions {plan.first} to {known - 1}",
                 got=f"tokens {plan.token_ids[: known - plan.first]}",
             )
         if known > length or plan.samples != (known == length):
@@ -208,9 +208,7 @@ class ContentOracle(Oracle):
         """Whether one sequence's table names the block several times (a table that wraps round the window)."""
         return self.ledger.config.sliding_window is not None and table.count(block) == self.ledger.holders[block]
 
-    def _check_shared(
-        self, row: Row, shadow: ShadowKV, block: int, first: int, nodes: list[int], size: int
-    ) -> None:
+    def _check_shared(self, row: Row, shadow: ShadowKV, block: int, first: int, nodes: list[int], size: int) -> None:
         for position, node in enumerate(nodes, first):
             # A write that leaves the slot as it was (a fully hit prompt computes its last token again) harms nobody.
             if shadow.holds(block, position % size) != node and not self._rewritten_alike(row, block, position, node):
@@ -237,9 +235,7 @@ class ContentOracle(Oracle):
                         return False
         return True
 
-    def _check_in_flight(
-        self, row: Row, shadow: ShadowKV, block: int, first: int, nodes: list[int], size: int
-    ) -> None:
+    def _check_in_flight(self, row: Row, shadow: ShadowKV, block: int, first: int, nodes: list[int], size: int) -> None:
         for step, users in self._in_flight.items():
             user = users.get(block)
             if user is None or user == row.record.key:

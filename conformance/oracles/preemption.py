@@ -83,10 +83,7 @@ class PreemptionOracle(Oracle):
                 continue
             since = facts.plan.step if request.preempted_step is None else request.preempted_step
             for newcomer in admitted:
-                if (
-                    newcomer.spec.priority == request.spec.priority
-                    and newcomer.spec.arrival > request.spec.arrival
-                ):
+                if newcomer.spec.priority == request.spec.priority and newcomer.spec.arrival > request.spec.arrival:
                     self.report(
                         "PRE-4",
                         f"{newcomer.spec.request_id} is admitted in step {facts.plan.step} while "

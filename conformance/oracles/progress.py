@@ -103,16 +103,12 @@ class ProgressOracle(Oracle):
         if impossible:
             requirement = "PRG-3"
             first = impossible[0]
-            what += (
-                f"; {first.spec.request_id} can never finish ({self._why_not_servable(first)}) "
-                "and was not refused"
-            )
+            what += f"; {first.spec.request_id} can never finish ({self._why_not_servable(first)}) and was not refused"
         elif len(live) == 1 and requirement == "PRG-1" and self.ledger.surely_fits(live[0]):
             requirement = "PRG-2"
             what += f"; {live[0].spec.request_id} is alone and fits"
         states = ", ".join(
-            f"{request.spec.request_id} {request.state.value} "
-            f"{request.sequences[0].computed}/{request.full_len}"
+            f"{request.spec.request_id} {request.state.value} {request.sequences[0].computed}/{request.full_len}"
             for request in live[:6]
         )
         self.report(
@@ -208,9 +204,7 @@ class ProgressOracle(Oracle):
                     got=f"outputs {[len(record.tokens) - len(request.spec.prompt) for record in request.sequences]}",
                 )
                 continue
-            expected = [
-                record.tokens[len(request.spec.prompt) : record.final_len] for record in request.sequences
-            ]
+            expected = [record.tokens[len(request.spec.prompt) : record.final_len] for record in request.sequences]
             if report.outputs != expected:
                 self.report(
                     "PRG-5",
@@ -218,13 +212,13 @@ class ProgressOracle(Oracle):
                     expected=f"outputs {expected}",
                     got=f"outputs {report.outputs}",
                 )
-        for rid in reported:
-            request = self.ledger.requests.get(rid)
-            if request is not None and request.live:
-                produced = [len(record.tokens) - len(request.spec.prompt) for record in request.sequences]
+        for rid, early in reported.items():
+            known = self.ledger.requests.get(rid)
+            if known is not None and known.live:
+                produced = [len(record.tokens) - len(known.spec.prompt) for record in known.sequences]
                 self.report(
                     "PRG-5",
                     f"{rid} is reported as finished after step {step} before it has its tokens",
-                    expected=f"{request.full_len - len(request.spec.prompt)} outputs each",
-                    got=f"{produced} outputs, reason {reported[rid].reason!r}",
+                    expected=f"{known.full_len - len(known.spec.prompt)} outputs each",
+                    got=f"{produced} outputs, reason {early.reason!r}",
                 )

@@ -38,10 +38,7 @@ SCENARIOS: tuple[Scenario, ...] = (
 def cases_of(requirement: str) -> list[tuple[Scenario, Case]]:
     """Every case that judges ``requirement``, in order."""
     return [
-        (scenario, case)
-        for scenario in SCENARIOS
-        for case in scenario.cases
-        if requirement in scenario.judged_by(case)
+        (scenario, case) for scenario in SCENARIOS for case in scenario.cases if requirement in scenario.judged_by(case)
     ]
 
 

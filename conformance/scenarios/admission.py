@@ -18,7 +18,7 @@ WAITED_STEPS_MIN = 5
 
 
 def postponed(shape: Shape, *, shared: bool = False, n: int = 1, **fields: Any) -> Build:
-    """A request that needs the whole pool waits, asked again every step, while another one runs in it."""
+    """A request of ``n`` sequences that needs the whole pool waits, asked again every step, while ``n`` others run."""
 
     def build(setting: Setting) -> Sequence[Operation]:
         shape(setting)
@@ -27,13 +27,15 @@ def postponed(shape: Shape, *, shared: bool = False, n: int = 1, **fields: Any) 
         length = setting.config.max_model_len
         setting.pool(n * setting.blocks_for(length))
         running = setting.typical(shared_len=length if shared else 0)
+        if n > 1:
+            running = setting.request(3 * length // 4, length - 3 * length // 4)
         waiting = setting.request(length - 3, 3, n=n, shared_len=running.prompt_len if shared else 0)
         setting.require(
-            setting.blocks_for(waiting.prompt_len) > setting.usable - setting.blocks_for(running.prompt_len)
+            setting.blocks_for(waiting.prompt_len) > setting.usable - n * setting.blocks_for(running.prompt_len)
             and setting.full_blocks(waiting) <= setting.usable,
-            f"{setting.usable} usable blocks: the case needs a pool that holds one of its two requests at a time",
+            f"{setting.usable} usable blocks: the case needs a pool that holds the running or the waiting, not both",
         )
-        return [running, Step(), waiting, Step(running.max_tokens // 2), Drain()]
+        return [*[running] * n, Step(), waiting, Step(running.max_tokens // 2), Drain()]
 
     return build
 

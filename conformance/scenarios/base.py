@@ -72,9 +72,7 @@ class Setting:
         """The configuration so far. Unless a case says otherwise, the token budget holds a full batch."""
         config = msgspec.structs.replace(self.base, **self._changes)
         if not {"max_num_batched_tokens"} & (self.pinned | self._changes.keys()):
-            config = msgspec.structs.replace(
-                config, max_num_batched_tokens=config.max_num_seqs * config.max_model_len
-            )
+            config = msgspec.structs.replace(config, max_num_batched_tokens=config.max_num_seqs * config.max_model_len)
         return config
 
     # -- shapes ------------------------------------------------------------------------------------------

@@ -154,9 +154,7 @@ class Bench:
         """
         self._must_declare(config.features_needed(), self.capabilities)
         recorder = Recorder()
-        session = open_session(
-            self._factory, config, judge=self._judge, watchdog=self._watchdog, recorder=recorder
-        )
+        session = open_session(self._factory, config, judge=self._judge, watchdog=self._watchdog, recorder=recorder)
         watch = Watch(session.ledger, _deaf)
         session.oracles.append(watch)
         try:

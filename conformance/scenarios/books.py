@@ -58,7 +58,10 @@ CHURN = Scenario(
         Case("paged-ample", churn(Setting.paged, share=2.0)),
         Case("paged-chunked", churn(Setting.paged, enable_chunked_prefill=True)),
         Case("paged-cached", churn(Setting.paged, enable_prefix_caching=True)),
-        Case("paged-cached-chunked", churn(Setting.paged, enable_prefix_caching=True, enable_chunked_prefill=True)),
+        Case(
+            "paged-cached-chunked",
+            churn(Setting.paged, enable_prefix_caching=True, enable_chunked_prefill=True),
+        ),
         Case("paged-swap", churn(Setting.paged, preemption_mode="swap")),
         Case("paged-priority", churn(Setting.paged, scheduling_policy="priority")),
         Case("paged-lookahead", churn(Setting.paged, num_lookahead_slots=3)),

@@ -97,7 +97,9 @@ def pool_of_cached_blocks(families: int, *, share: int = 0, seqs: int = 4) -> Bu
         setting.choose(max_num_seqs=seqs)
         size, length = setting.config.block_size, setting.config.max_model_len
         setting.pool(setting.blocks_for(length))
-        setting.require(setting.usable * size <= 4 * length, f"{setting.usable} blocks are more than a few prompts fill")
+        setting.require(
+            setting.usable * size <= 4 * length, f"{setting.usable} blocks are more than a few prompts fill"
+        )
         operations: list[Operation] = []
         for family in range(families * setting.usable // setting.blocks_for(length)):
             operations += [_prompt(setting, 3, 1, family=family), Drain()]

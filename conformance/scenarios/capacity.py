@@ -145,9 +145,7 @@ def full_length_sequences(shape: Shape, num_seqs: int, *, long_prompts: bool) ->
         length = setting.config.max_model_len
         setting.pool(num_seqs * setting.blocks_for(length))
         count = min(setting.config.max_num_seqs, setting.usable // setting.blocks_for(length))
-        setting.require(
-            count >= 1, f"{setting.usable} usable blocks do not hold one sequence of {length} tokens"
-        )
+        setting.require(count >= 1, f"{setting.usable} usable blocks do not hold one sequence of {length} tokens")
         outputs = min(length // 2, count + 4)
         prompt = length - outputs if long_prompts else max(1, min(10, length // 4))
         outputs = length - prompt if long_prompts else min(30, length - prompt)

@@ -13,7 +13,12 @@ from conformance.scenarios.pressure import tight_pool
 
 
 def pictures(
-    size: int, *sizes: tuple[int, ...], tight: bool = False, abort: bool = False, budget: int = 0, **fields: Any
+    size: int,
+    *sizes: tuple[int, ...],
+    tight: bool = False,
+    abort: bool = False,
+    budget: int = 0,
+    **fields: Any,
 ) -> Build:
     """Requests with encoder items of ``sizes`` over a cache that holds ``size``."""
 

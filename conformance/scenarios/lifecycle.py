@@ -36,9 +36,7 @@ def endings(shape: Shape, kind: str, *, staggered: bool = False, **fields: Any) 
                 adds = [setting.request(1, outputs) for outputs in (1, 2, 5)]
             case _:
                 setting.declares("length_limit")
-                adds = [
-                    Add(prompt_len=max(1, length - room), max_tokens=length, stop_after=None) for room in (1, 2, 5)
-                ]
+                adds = [Add(prompt_len=max(1, length - room), max_tokens=length, stop_after=None) for room in (1, 2, 5)]
         operations: list[Operation] = []
         held = setting.usable
         for add in adds:
@@ -64,7 +62,10 @@ ENDINGS = Scenario(
         Case("paged-one-token-prompts", endings(Setting.paged, "one-token-prompts")),
         Case("paged-lengths-staggered", endings(Setting.paged, "lengths", staggered=True)),
         Case("paged-stop-tokens-staggered", endings(Setting.paged, "stop-tokens", staggered=True)),
-        Case("paged-lengths-chunked", endings(Setting.paged, "lengths", staggered=True, enable_chunked_prefill=True)),
+        Case(
+            "paged-lengths-chunked",
+            endings(Setting.paged, "lengths", staggered=True, enable_chunked_prefill=True),
+        ),
         Case("paged-lengths-in-flight", endings(Setting.paged, "lengths", staggered=True, pipeline_depth=2)),
         Case("paged-stop-tokens-in-flight", endings(Setting.paged, "stop-tokens", pipeline_depth=2)),
     ],
@@ -142,7 +143,19 @@ def abort_ended(setting: Setting) -> Sequence[Operation]:
     setting.choose(max_num_seqs=3)
     add = setting.typical(outputs=4)
     setting.pool(3 * setting.full_blocks(add))
-    return [AbortEnded(), add, Drain(), AbortEnded(), add, Abort(), AbortEnded(1), add, Step(2), AbortEnded(), Drain()]
+    return [
+        AbortEnded(),
+        add,
+        Drain(),
+        AbortEnded(),
+        add,
+        Abort(),
+        AbortEnded(1),
+        add,
+        Step(2),
+        AbortEnded(),
+        Drain(),
+    ]
 
 
 def abort_everybody(shape: Shape, **fields: Any) -> Build:
@@ -177,9 +190,7 @@ def frees_and_disturbs_nobody(bench: Bench, run: Run) -> None:
             return
     amiss = [violation for violation in run.violations if violation.requirement in _HELD_AFTERWARDS]
     if amiss:
-        without = bench.run(
-            run.config, [one for one in run.operations if not isinstance(one, Abort | AbortEnded)]
-        )
+        without = bench.run(run.config, [one for one in run.operations if not isinstance(one, Abort | AbortEnded)])
         before = {violation.requirement for violation in without.violations}
         for violation in amiss:
             if violation.requirement not in before:

@@ -32,7 +32,8 @@ def mixture(shape: Shape, *, held: float, aborts: bool = False, **fields: Any) -
         length = setting.config.max_model_len
         setting.pool(max(1, int(held * setting.blocks_for(length))))
         setting.require(
-            setting.usable >= setting.blocks_for(min(length, 40)), "the pool does not hold one request at its full length"
+            setting.usable >= setting.blocks_for(min(length, 40)),
+            "the pool does not hold one request at its full length",
         )
         priorities = setting.config.scheduling_policy == "priority"
         operations: list[Operation] = []

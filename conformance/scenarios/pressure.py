@@ -39,10 +39,7 @@ def oversubscribed(shape: str, share: float, *, prompts: Sequence[int] = (4, 4, 
         if fields.get("enable_chunked_prefill"):
             setting.choose(max_num_batched_tokens=max(8, setting.config.max_num_seqs))
         typical = setting.typical()
-        adds = [
-            setting.request(max(1, typical.prompt_len * quarters // 4), typical.max_tokens)
-            for quarters in prompts
-        ]
+        adds = [setting.request(max(1, typical.prompt_len * quarters // 4), typical.max_tokens) for quarters in prompts]
         tight_pool(setting, adds, share)
         return [*adds, Drain()]
 

@@ -97,7 +97,11 @@ class CaseUnderTest:
 
     def _known(self, case: CaseResult) -> Expectation | None:
         return next(
-            (entry for entry in self._engine.known if entry.requirement == case.requirement and entry.covers(case.case)),
+            (
+                entry
+                for entry in self._engine.known
+                if entry.requirement == case.requirement and entry.covers(case.case)
+            ),
             None,
         )
 

@@ -80,7 +80,7 @@ def test_an_engine_that_refuses_every_configuration_is_said_to_do_so() -> None:
     def refuse(config: EngineConfig) -> Engine:
         raise ConfigRefused(f"num_blocks = {config.num_blocks}: never enough")
 
-    with pytest.raises(AdapterError, match="refused 200 drawn configurations.*never enough"):
+    with pytest.raises(AdapterError, match=r"refused 200 drawn configurations.*never enough"):
         Driver(refuse, CAPABILITIES, seed=1).run(0)
 
 

@@ -1,0 +1,133 @@
+"""Expectations: what a file may say, what an entry covers, and when it is stale."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from conformance.check import conclude, is_stale
+from conformance.expectations import Expectation, ExpectationsError, for_engine, parse, read
+from conformance.protocol import EngineConfig
+from conformance.requirements import load
+from conformance.results import CaseResult, Status
+from conformance.scenarios import cases_of
+
+ONE = """
+[[known]]
+requirement = "PRE-7"
+cases = ["full-batch/paged-*"]
+versions = ">=0.6,<0.7"
+reason = "asks for one block each"
+link = "https://example.org/8007"
+"""
+
+
+def entry(**fields: object) -> Expectation:
+    return Expectation(**{"requirement": "PRE-7", "reason": "asks for more", "link": "issue 1", **fields})  # type: ignore[arg-type]
+
+
+def results(**statuses: Status) -> list[CaseResult]:
+    """A result for each case of PRE-7: ``all`` for those not named by their ending."""
+    names = [f"{scenario.name}/{case.name}" for scenario, case in cases_of("PRE-7")]
+    return [
+        CaseResult(
+            requirement="PRE-7",
+            case=name,
+            status=next((status for key, status in statuses.items() if name.endswith(key.replace("_", "-"))), "pass"),
+        )
+        for name in names
+    ]
+
+
+def test_a_well_formed_file_is_read() -> None:
+    (known,) = parse(ONE, source="engine.toml").entries
+    assert known.covers("full-batch/paged-4-seqs")
+    assert not known.covers("full-batch/sequence-blocks-4-seqs")
+    assert known.describe() == "asks for one block each (https://example.org/8007)"
+
+
+@pytest.mark.parametrize(
+    ("version", "applies"), [("0.6.0", True), ("0.6.3.post1", True), ("0.7.0", False), ("unknown", False)]
+)
+def test_an_entry_is_about_versions(version: str, *, applies: bool) -> None:
+    expectations = parse(ONE, source="engine.toml")
+    assert bool(expectations.applying(version, EngineConfig())) is applies
+
+
+def test_an_entry_may_be_about_an_option() -> None:
+    known = entry(options={"block_manager": "v1"})
+    assert known.applies("1", EngineConfig(engine_options={"block_manager": "v1"}))
+    assert not known.applies("1", EngineConfig(engine_options={"block_manager": "v2"}))
+    assert not known.applies("1", EngineConfig())
+
+
+MISTAKES = [
+    ("[[known]]", "[[known", "not valid TOML"),
+    ("[[known]]", "[known]", "known must be an array of tables"),
+    ("[[known]]", "[[knwon]]", "unknown key 'knwon'"),
+    ('requirement = "PRE-7"', "", "entry 1: Object missing required field `requirement`"),
+    ("PRE-7", "PRE-77", "entry 1 (PRE-77): no such requirement in the contract"),
+    ("paged-*", "pagd-*", "cases: 'full-batch/pagd-*' names no case"),
+    (">=0.6,<0.7", "0.6 or so", "versions: '0.6 or so' is not a version specifier"),
+    ("asks for one block each", " ", "reason and link must not be empty"),
+    ("versions", "version", "unknown field `version`"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "said"), MISTAKES)
+def test_a_mistake_is_named_with_its_entry(old: str, new: str, said: str) -> None:
+    assert old in ONE
+    with pytest.raises(ExpectationsError) as caught:
+        parse(ONE.replace(old, new, 1), source="engine.toml")
+    assert str(caught.value).startswith("engine.toml: ")
+    assert said in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ExpectationsError, match=r"none\.toml: cannot be read"):
+        read(tmp_path / "none.toml")
+
+
+def test_a_failure_that_is_known_is_not_a_failure() -> None:
+    verdict = conclude(load()["PRE-7"], results(paged_4_seqs="fail"), [entry(cases=("full-batch/paged-4-seqs",))])
+    assert verdict.status == "known"
+    assert "asks for more (issue 1)" in verdict.reason
+
+
+def test_a_failure_of_another_case_is_one() -> None:
+    verdict = conclude(load()["PRE-7"], results(paged_4_seqs="fail"), [entry(cases=("full-batch/paged-16-seqs",))])
+    assert verdict.status == "fail"
+
+
+def test_an_expected_failure_that_passes_is_stale() -> None:
+    verdict = conclude(load()["PRE-7"], results(), [entry()])
+    assert verdict.status == "stale"
+    assert verdict.reason == "expected to fail (asks for more (issue 1)) and does not: delete the entry"
+
+
+def test_an_entry_is_not_stale_while_one_of_its_cases_fails() -> None:
+    assert conclude(load()["PRE-7"], results(paged_4_seqs="fail"), [entry()]).status == "known"
+
+
+def test_an_entry_is_not_stale_when_its_cases_say_nothing() -> None:
+    cases = [CaseResult(requirement="PRE-7", case=case.case, status="skip") for case in results()]
+    assert not is_stale(entry(), cases)
+
+
+def test_an_entry_is_not_stale_when_not_all_of_its_cases_were_run() -> None:
+    assert is_stale(entry(), results())
+    assert not is_stale(entry(), results()[:-1])
+
+
+def test_nothing_is_known_of_the_reference_engine() -> None:
+    assert for_engine("reference").entries == ()
+
+
+@pytest.mark.parametrize(
+    "name",
+    sorted(path.name for path in files("conformance").joinpath("expectations").iterdir() if path.name.endswith(".toml")),
+)
+def test_the_files_that_come_along_are_well_formed(name: str) -> None:
+    assert for_engine(name.removesuffix(".toml")).entries
