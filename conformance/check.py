@@ -12,7 +12,7 @@ from conformance.protocol import AdapterError, Capabilities, EngineConfig
 from conformance.requirements import Requirement, load_contract
 from conformance.results import CaseResult, CheckReport, CheckResult, SmokeResult, Status, worst
 from conformance.scenarios import SCENARIOS, Bench, Case, CaseOutcome, Scenario, cases_of, run_case
-from conformance.smoke import find_base
+from conformance.smoke import declared_features, find_base
 from conformance.watchdog import Watchdog
 
 
@@ -47,13 +47,18 @@ class Examiner:
 
     def _smoke(self, base: EngineConfig) -> tuple[EngineConfig, SmokeResult]:
         try:
-            return find_base(self.source.resolve(), base, self.pinned, self.watchdog)
+            factory = self.source.resolve()
+            base, result = find_base(factory, base, self.pinned, self.watchdog)
+            if result.status == "ok" and result.capabilities is not None:
+                features = declared_features(factory, base, result.capabilities, self.pinned)
+                result.capabilities = msgspec.structs.replace(result.capabilities, features=features)
         except (EngineNotFound, AdapterError) as error:
-            return base, SmokeResult(status="red", reason=f"import: {error}")
+            result = SmokeResult(status="red", reason=f"import: {error}")
+        return base, result
 
     @property
     def capabilities(self) -> Capabilities:
-        """As declared under the base configuration."""
+        """As declared under the base configuration, with the features of every other."""
         return self.smoke.capabilities or Capabilities(
             engine=self.source.name, version=self.source.installed_version or "unknown", features=frozenset()
         )
@@ -146,8 +151,10 @@ def check(
 
 
 def known_failures(examiner: Examiner, expectations: Expectations | None = None) -> list[Expectation]:
-    """The failures to allow for. Those that come with kvconform are about the engine as its own defaults have it:
-    once a field is pinned the user asks about that configuration, and gets the bare answer.
+    """The failures to allow for: those given, or else those that come with kvconform.
+
+    These are about the engine under the configurations the scenarios choose. Once a field is pinned the user asks
+    about another configuration, and gets the bare answer.
     """
     if expectations is None:
         if examiner.pinned:

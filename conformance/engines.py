@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import os
 import sys
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from conformance.protocol import Engine, EngineConfig, EngineFactory
@@ -181,5 +181,6 @@ def _entry_points() -> list[importlib.metadata.EntryPoint]:
 
 def _search_current_directory() -> None:
     """Commands installed as scripts do not search it; an adapter under development lies there."""
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    here = str(Path.cwd())
+    if "" not in sys.path and here not in sys.path:
+        sys.path.append(here)

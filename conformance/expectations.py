@@ -83,7 +83,7 @@ class Expectations(msgspec.Struct, frozen=True, kw_only=True):
     entries: tuple[Expectation, ...] = ()
 
     def fuzzed(self, version: str) -> frozenset[str]:
-        """Requirements that the fuzzer does not judge on this version: each has a known failure, whatever the options."""
+        """Requirements the fuzzer does not judge on this version: each has a known failure, whatever the options."""
         plain = [msgspec.structs.replace(entry, options={}) for entry in self.entries]
         return frozenset(entry.requirement for entry in plain if entry.applies(version, EngineConfig()))
 
@@ -93,8 +93,8 @@ class Expectations(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def for_engine(name: str) -> Expectations:
-    """The expectations that come with kvconform for the engine ``name``; none for most. Raises `ExpectationsError`."""
-    resource = files("conformance").joinpath("expectations", f"{name}.toml")
+    """The expectations that come with kvconform for the engine ``name``, if any. Raises `ExpectationsError`."""
+    resource = files("conformance").joinpath("expectations").joinpath(f"{name}.toml")
     if not name.replace("-", "").isalnum() or not resource.is_file():
         return Expectations(source=f"{name}.toml")
     return parse(resource.read_text(encoding="utf-8"), source=f"{name}.toml")

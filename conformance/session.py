@@ -18,7 +18,7 @@ import msgspec
 
 from conformance.ledger import Ledger, RequestRecord, RequestState, Row, SequenceRecord, StepFacts
 from conformance.operations import Abort, AbortEnded, Add, Drain, Operation, ResetPrefixCache, Step
-from conformance.oracles import ORACLES
+from conformance.oracles import ORACLES, Oracle
 from conformance.oracles.accounting import AccountingOracle
 from conformance.oracles.progress import ProgressOracle
 from conformance.protocol import (
@@ -98,7 +98,8 @@ class Session:
         self.config = config
         self.capabilities = engine.capabilities
         self.ledger = Ledger(config, self.capabilities)
-        self.oracles = [oracle(self.ledger, self._report) for oracle in ORACLES]
+        self.oracles = [oracle(self.ledger, self._report) for oracle in ORACLES if oracle.concerns(config)]
+        self._hear()
         self.violations: list[Violation] = []
         self.over = False
         self.audit_every_steps = AUDIT_EVERY_STEPS
@@ -120,6 +121,22 @@ class Session:
         if watchdog is not None:
             watchdog.start()
         self._refresh_usage()
+
+    def listen(self, oracle: Oracle) -> None:
+        """Let one more oracle hear what happens, after all others."""
+        self.oracles.append(oracle)
+        self._hear()
+
+    def _hear(self) -> None:
+        """Who is called in every step: only the hooks that an oracle has."""
+
+        def hooks(name: str) -> list[Callable[..., None]]:
+            return [getattr(one, name) for one in self.oracles if getattr(type(one), name) is not getattr(Oracle, name)]
+
+        self._before_step = hooks("before_step")
+        self._on_step = hooks("on_step")
+        self._after_step = hooks("after_step")
+        self._on_commit = hooks("on_commit")
 
     # -- operations --------------------------------------------------------------------------------------
 
@@ -257,23 +274,22 @@ class Session:
         facts = StepFacts(plan, list(ledger.running.values()), free, facts_usage)
         if not self._match_plan(facts):
             return False
-        oracles = self.oracles
-        for oracle in oracles:
-            oracle.before_step(facts)
+        for before_step in self._before_step:
+            before_step(facts)
         if self._recorder is not None:
             self._recorder.plan(ledger, facts)
         self._apply_queue_changes(facts)
         for row in facts.rows:
             self._enter_running(row)
         ledger.null_before = ledger.capabilities.null_block
-        for oracle in oracles:
-            oracle.on_step(facts)
+        for on_step in self._on_step:
+            on_step(facts)
         sampled = self._execute(facts)
         self._refresh_usage()
         facts.usage_after = self._usage
         if not self.over:
-            for oracle in oracles:
-                oracle.after_step(facts)
+            for after_step in self._after_step:
+                after_step(facts)
             if self._accounting.unsettled:
                 self._accounting.settle(self._snapshot(), self._usage)
         self.steps += 1
@@ -491,8 +507,8 @@ class Session:
                 record.settled = True
                 if request.forked and all(one.settled for one in request.sequences):
                     ended.append(request)
-        for oracle in self.oracles:
-            oracle.on_commit(plan.step, result.finished, ended)
+        for on_commit in self._on_commit:
+            on_commit(plan.step, result.finished, ended)
         if self._recorder is not None:
             self._recorder.commit([report.request_id for report in result.finished])
         for request in ended:

@@ -7,7 +7,7 @@ else is judged, because a verdict on the engine would be a verdict on the adapte
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Final, TypeVar, get_args
+from typing import Any, Final, TypeVar, get_args
 
 import msgspec
 
@@ -40,6 +40,18 @@ STEPS_MAX: Final = 64
 POOL_BLOCKS_MIN: Final = 16
 OTHER_BLOCK_SIZES: Final = (16, 64, 128, 1)
 """Tried in this order when the engine refuses the base configuration's block size."""
+SWITCHES: Final[tuple[dict[str, Any], ...]] = (
+    {"enable_prefix_caching": True},
+    {"enable_chunked_prefill": True},
+    {"scheduling_policy": "priority"},
+    {"preemption_mode": "swap", "num_swap_blocks": POOL_BLOCKS_MIN},
+    {"sliding_window": 8},
+    {"num_lookahead_slots": 1},
+    {"num_speculative_tokens": 1},
+    {"pipeline_depth": 2},
+    {"encoder_cache_size": 16, "enable_chunked_prefill": True},
+)
+"""What scenarios switch on."""
 _FIRST_OUTPUT_TOKEN: Final = 7
 
 
@@ -48,7 +60,7 @@ class Red(Exception):  # noqa: N818 - the colour of the light
 
 
 def smoke(factory: EngineFactory, config: EngineConfig, watchdog: Watchdog | None = None) -> SmokeResult:
-    """Run the smoke test with ``config``; nothing is raised. ``refused``: the engine does not take the configuration."""
+    """Run the smoke test with ``config``; nothing is raised. ``refused``: the engine does not take ``config``."""
     light = _Smoke(config, watchdog)
     try:
         light.run(factory)
@@ -84,6 +96,26 @@ def find_base(
         if other.status != "refused":
             return config, other
     return base, result
+
+
+def declared_features(
+    factory: EngineFactory, base: EngineConfig, capabilities: Capabilities, pinned: Collection[str] = ()
+) -> frozenset[Feature]:
+    """All features the engine declares under ``base`` with one thing switched on at a time.
+
+    Some are declared only where they mean something: a reset of the prefix cache where there is one.
+    """
+    features = set(capabilities.features)
+    for fields in SWITCHES:
+        if pinned and fields.keys() & set(pinned):
+            continue
+        try:
+            engine = factory(msgspec.structs.replace(base, **fields))
+            features |= engine.capabilities.features
+            engine.close()
+        except ConfigRefused:
+            continue
+    return frozenset(features)
 
 
 class _Smoke:

@@ -80,6 +80,7 @@ class Shrinker:
             self._delete_operations()
             self._simplify_operations()
             self._simplify_config()
+            self._simplify_together()
             if self._size() == size:
                 break
         stable = sum(self._fails(self._config, self._operations) is not None for _ in range(REPLAYS))
@@ -164,6 +165,31 @@ class Shrinker:
         progress = True
         while progress and self.executions < self._executions_max:
             progress = any(self._try(config, self._operations) for config in self._plainer_configs())
+
+    def _simplify_together(self) -> None:
+        """Smaller blocks or fewer of them, and requests that are shorter by as much: neither may go alone."""
+        progress = True
+        while progress and self.executions < self._executions_max:
+            progress = any(self._try(config, operations) for config, operations in self._scaled())
+
+    def _scaled(self) -> Iterator[tuple[EngineConfig, list[Operation]]]:
+        config, operations = self._config, self._operations
+        replace = msgspec.structs.replace
+        if not self._pinned & {"block_size", "max_model_len"}:
+            old = config.block_size
+            for size in _smaller(old, 1):
+                length = max(1, config.max_model_len * size // old)
+                shorter = [_scaled_add(one, size, old) if isinstance(one, Add) else one for one in operations]
+                yield replace(config, block_size=size, max_model_len=length), shorter
+                yield replace(config, block_size=size), shorter
+        if "num_blocks" not in self._pinned:
+            for blocks in _smaller(config.num_blocks, 1):
+                less = (config.num_blocks - blocks) * config.block_size
+                for at, one in enumerate(operations):
+                    if isinstance(one, Add) and one.prompt_len > less:
+                        prompt = one.prompt_len - less
+                        add = replace(one, prompt_len=prompt, shared_len=min(one.shared_len, prompt))
+                        yield replace(config, num_blocks=blocks), [*operations[:at], add, *operations[at + 1 :]]
 
     def _plainer_configs(self) -> Iterator[EngineConfig]:
         config = self._config
@@ -268,6 +294,16 @@ def _plainer_adds(add: Add) -> Iterator[Add]:
     for name in ("shared_len", "family", "priority", "salt", "adapter"):
         for value in _smaller(getattr(add, name), 0):
             yield replace(add, **{name: value})
+
+
+def _scaled_add(add: Add, size: int, old: int) -> Add:
+    prompt = max(1, -(-add.prompt_len * size // old))
+    return msgspec.structs.replace(
+        add,
+        prompt_len=prompt,
+        max_tokens=max(1, -(-add.max_tokens * size // old)),
+        shared_len=min(prompt, -(-add.shared_len * size // old)),
+    )
 
 
 def _weight(operation: Operation) -> int:

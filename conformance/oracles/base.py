@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from conformance.ledger import Ledger, RequestRecord, StepFacts
-from conformance.protocol import Finished, Snapshot, Usage
+from conformance.protocol import EngineConfig, Finished, Snapshot, Usage
 
 Report = Callable[..., None]
 """``report(requirement, message, expected=…, got=…)``: one violation, in the words of the field."""
@@ -24,6 +24,11 @@ class Oracle:
     def __init__(self, ledger: Ledger, report: Report) -> None:
         self.ledger = ledger
         self.report = report
+
+    @classmethod
+    def concerns(cls, config: EngineConfig) -> bool:
+        """Whether the oracle has anything to judge under ``config``; what it does not concern costs nothing."""
+        return True
 
     def on_add(self, request: RequestRecord) -> None:
         """The engine accepted the request."""

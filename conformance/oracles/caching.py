@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from conformance.ledger import Ledger, StepFacts
 from conformance.oracles.base import Oracle, Report
+from conformance.protocol import EngineConfig
 
 
 class CachingOracle(Oracle):
     """O(blocks of the requests that start), and only once a reset has succeeded on an idle engine."""
 
     requirements = ("CCH-3",)
+
+    @classmethod
+    def concerns(cls, config: EngineConfig) -> bool:
+        return config.enable_prefix_caching
 
     def __init__(self, ledger: Ledger, report: Report) -> None:
         super().__init__(ledger, report)

@@ -31,11 +31,10 @@ class ContentOracle(Oracle):
             self._move(move, facts)
         for row in facts.rows:
             self._check_span(row)
-        several = len(facts.rows) > 1
         written: dict[tuple[int, int, int], tuple[Row, int]] = {}
         for row in facts.rows:
             for group, table in enumerate(row.tables):
-                self._write(row, group, table, written if several else None)
+                self._write(row, group, table, written)
         if facts.plan.moves:
             self._check_moved(facts)
         for row in facts.rows:
@@ -170,7 +169,7 @@ class ContentOracle(Oracle):
         row: Row,
         group: int,
         table: list[int],
-        written: dict[tuple[int, int, int], tuple[Row, int]] | None,
+        written: dict[tuple[int, int, int], tuple[Row, int]],
     ) -> None:
         """ACC-3: each slot by one sequence, and no block that somebody else reads. KV-5: none still in use."""
         shadow, size = self._shadows[group], self._sizes[group]
@@ -188,21 +187,32 @@ class ContentOracle(Oracle):
             low, high = max(first, index * size), min(end, (index + 1) * size)
             if holders.get(block, 0) > 1 and not self._is_wrapped(table, block):
                 self._check_shared(row, shadow, block, low, nodes[low:high], size)
+                self._check_writers(row, group, block, range(low, high), written)
             if self._pipelined:
                 self._check_in_flight(row, shadow, block, low, nodes[low:high], size)
-            if written is not None:
-                for position in range(low, high):
-                    slot = (group, block, position % size)
-                    other = written.setdefault(slot, (row, nodes[position]))
-                    if other[0] is not row and other[1] != nodes[position]:
-                        self.report(
-                            "ACC-3",
-                            f"slot {position % size} of block {block} is written by {other[0].record.name} "
-                            f"and {row.record.name} in one step",
-                            expected="one writer per slot",
-                            got=f"tables {other[0].tables[group]} and {table}",
-                        )
         shadow.write(table, first, nodes[first:end])
+
+    def _check_writers(
+        self,
+        row: Row,
+        group: int,
+        block: int,
+        positions: range,
+        written: dict[tuple[int, int, int], tuple[Row, int]],
+    ) -> None:
+        """A slot is written by one sequence in a step; only a block that several hold can have two writers."""
+        nodes, size = self._nodes(row), self._sizes[group]
+        for position in positions:
+            slot = (group, block, position % size)
+            other, node = written.setdefault(slot, (row, nodes[position]))
+            if other is not row and node != nodes[position]:
+                self.report(
+                    "ACC-3",
+                    f"slot {position % size} of block {block} is written by {other.record.name} "
+                    f"and {row.record.name} in one step",
+                    expected="one writer per slot",
+                    got=f"tables {other.tables[group]} and {row.tables[group]}",
+                )
 
     def _is_wrapped(self, table: list[int], block: int) -> bool:
         """Whether one sequence's table names the block several times (a table that wraps round the window)."""

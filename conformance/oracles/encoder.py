@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from conformance.ledger import Ledger, RequestRecord, StepFacts
 from conformance.oracles.base import Oracle, Report
+from conformance.protocol import EngineConfig
 
 
 class EncoderOracle(Oracle):
     """O(encoder items of the step's requests); nothing when no request has any."""
 
     requirements = ("ENC-1",)
+
+    @classmethod
+    def concerns(cls, config: EngineConfig) -> bool:
+        return config.encoder_cache_size > 0
 
     def __init__(self, ledger: Ledger, report: Report) -> None:
         super().__init__(ledger, report)

@@ -156,7 +156,7 @@ class Bench:
         recorder = Recorder()
         session = open_session(self._factory, config, judge=self._judge, watchdog=self._watchdog, recorder=recorder)
         watch = Watch(session.ledger, _deaf)
-        session.oracles.append(watch)
+        session.listen(watch)
         try:
             for operation in workload(session) if callable(workload) else workload:
                 self._must_declare(features_of(operation), session.capabilities)
@@ -176,6 +176,20 @@ class Bench:
         missing = features - capabilities.features
         if missing:
             raise Unsupported(missing)
+
+
+OPTIONAL: frozenset[Feature] = frozenset({"abort", "reset_prefix_cache", "stop_token"})
+"""Features of operations that make a workload richer and that it can do without."""
+
+
+def as_declared(operations: Sequence[Operation]) -> Script:
+    """``operations`` without those that need an `OPTIONAL` feature the engine, as it is built, does not declare."""
+
+    def script(session: Session) -> Iterator[Operation]:
+        undeclared = OPTIONAL - session.capabilities.features
+        return (one for one in operations if not features_of(one) & undeclared)
+
+    return script
 
 
 def features_of(operation: Operation) -> set[Feature]:

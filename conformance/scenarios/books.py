@@ -7,7 +7,7 @@ from typing import Any
 
 from conformance.operations import Abort, Drain, Operation, Step
 from conformance.scenarios.base import Build, Case, Scenario, Setting
-from conformance.scenarios.bench import features_of
+from conformance.scenarios.bench import Script, as_declared
 from conformance.scenarios.capacity import SHAPES, Shape
 from conformance.scenarios.pressure import tight_pool
 
@@ -19,7 +19,7 @@ BOOKS = ("ACC-1", "ACC-2", "ACC-4", "ACC-5", "ACC-6", "ACC-7", "ACC-9", "ACC-10"
 def churn(shape: Shape, *, requests: int = 24, share: float = 0.6, n: int = 1, **fields: Any) -> Build:
     """Requests of many lengths come and go for long enough that every block is used again and again."""
 
-    def build(setting: Setting) -> Sequence[Operation]:
+    def build(setting: Setting) -> Script:
         shape(setting)
         setting.need(**fields)
         setting.choose(max_num_seqs=4 * n)
@@ -41,7 +41,7 @@ def churn(shape: Shape, *, requests: int = 24, share: float = 0.6, n: int = 1, *
             if number % 7 == 5:
                 operations.append(Abort(number))
         operations.append(Drain())
-        return [one for one in operations if features_of(one) <= setting.capabilities.features | {"fork"}]
+        return as_declared(operations)
 
     return build
 

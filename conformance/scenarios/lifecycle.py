@@ -8,7 +8,7 @@ from typing import Any
 from conformance.ledger import RequestRecord, RequestState
 from conformance.operations import Abort, AbortEnded, Add, Drain, Operation, ResetPrefixCache, Step
 from conformance.scenarios.base import Build, Case, Scenario, Setting
-from conformance.scenarios.bench import Bench, Run, Script, features_of
+from conformance.scenarios.bench import Bench, Run, Script, as_declared
 from conformance.scenarios.capacity import SHAPES, Shape
 from conformance.scenarios.pressure import tight_pool
 from conformance.session import Session
@@ -77,23 +77,28 @@ When = Callable[[RequestRecord], bool]
 
 
 def is_waiting(request: RequestRecord) -> bool:
+    """Never admitted so far."""
     return request.state is RequestState.WAITING
 
 
 def is_decoding(request: RequestRecord) -> bool:
+    """Running, and past its first token."""
     return request.state is RequestState.RUNNING and request.first_token_step is not None
 
 
 def is_mid_prefill(request: RequestRecord) -> bool:
+    """Running, with part of its prompt computed."""
     record = request.sequences[0]
     return request.state is RequestState.RUNNING and 0 < record.computed < len(record.tokens)
 
 
 def is_preempted(request: RequestRecord) -> bool:
+    """Thrown out, to be recomputed."""
     return request.state is RequestState.PREEMPTED
 
 
 def is_swapped(request: RequestRecord) -> bool:
+    """In the host pool."""
     return request.state is RequestState.SWAPPED
 
 
@@ -168,7 +173,7 @@ def abort_everybody(shape: Shape, **fields: Any) -> Build:
         setting.choose(max_num_seqs=4)
         add = setting.typical(shared_len=8)
         setting.pool(4 * setting.full_blocks(add))
-        once = [add, add, add, add, Step(6), Abort(3), Abort(), Abort(1), Abort(), Step(2)]
+        once: list[Operation] = [add, add, add, add, Step(6), Abort(3), Abort(), Abort(1), Abort(), Step(2)]
         return [*once, *once, add, Drain()]
 
     return build
@@ -237,7 +242,7 @@ ABORTS = Scenario(
 def any_order(shape: Shape, **fields: Any) -> Build:
     """Legal calls in an order nobody plans for. Those the engine does not declare are left out."""
 
-    def build(setting: Setting) -> Sequence[Operation]:
+    def build(setting: Setting) -> Script:
         shape(setting)
         setting.need(**fields)
         setting.choose(max_num_seqs=3)
@@ -250,7 +255,7 @@ def any_order(shape: Shape, **fields: Any) -> Build:
             Step(), add, Abort(5), ResetPrefixCache(), Drain(), Step(2), ResetPrefixCache(), AbortEnded(2),
             setting.typical(outputs=6, stop_after=1), setting.typical(outputs=1), Step(), Drain(), Drain(),
         ]  # fmt: skip
-        return [one for one in operations if features_of(one) <= setting.capabilities.features]
+        return as_declared(operations)
 
     return build
 

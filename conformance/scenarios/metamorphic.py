@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import msgspec
 
 from conformance.operations import Abort, Drain, Operation, Step
 from conformance.scenarios.base import Case, Compare, Scenario, Setting
-from conformance.scenarios.bench import Bench, Run, features_of
+from conformance.scenarios.bench import Bench, Run, Script, as_declared
 from conformance.scenarios.capacity import SHAPES, Shape
 from conformance.trace import StepOutcome
 
-Workload: TypeAlias = Callable[[Setting], Sequence[Operation]]
+Workload: TypeAlias = Callable[[Setting], Script]
 
 # -------------------------------------------------------------------------------------------------- the same twice
 
@@ -21,7 +21,7 @@ Workload: TypeAlias = Callable[[Setting], Sequence[Operation]]
 def mixture(shape: Shape, *, held: float, aborts: bool = False, **fields: Any) -> Workload:
     """Requests of several lengths, some with a common prefix, over a pool of ``held`` full sequences."""
 
-    def build(setting: Setting) -> Sequence[Operation]:
+    def build(setting: Setting) -> Script:
         shape(setting)
         setting.need(**fields)
         setting.choose(max_num_seqs=4)
@@ -47,7 +47,7 @@ def mixture(shape: Shape, *, held: float, aborts: bool = False, **fields: Any) -
             if aborts and number % 4 == 3:
                 operations.append(Abort(number))
         operations.append(Drain())
-        return [one for one in operations if features_of(one) <= setting.capabilities.features]
+        return as_declared(operations)
 
     return build
 
@@ -68,12 +68,27 @@ def same_again(bench: Bench, run: Run) -> None:
                 got=got,
             )
             return
+    step, expected, got = _first_other_block(one, other)
     run.report(
         "DET-1",
-        "the plans differ in their blocks when the same operations are run again",
-        expected=run.recorder.digest()[:16],
-        got=again.recorder.digest()[:16],
+        f"in step {step} other blocks are handed out when the same operations are run again",
+        expected=expected,
+        got=got,
     )
+
+
+def _first_other_block(one: list[StepOutcome], other: list[StepOutcome]) -> tuple[int, str, str]:
+    """The step from which no renaming of blocks makes the runs equal, and a table of each there."""
+    names: tuple[dict[int, int], dict[int, int]] = ({}, {})
+    for here, there in zip(one, other, strict=True):
+        for ran, again in zip(here.ran, there.ran, strict=True):
+            renamed = [
+                [[known.setdefault(block, len(known)) for block in table] for table in tables]
+                for known, tables in zip(names, (ran.tables, again.tables), strict=True)
+            ]
+            if renamed[0] != renamed[1]:
+                return here.step, f"{ran.name} through {ran.tables[0]}", f"{again.name} through {again.tables[0]}"
+    return one[-1].step, "the same block moves", "others"
 
 
 def _outcomes(run: Run) -> list[StepOutcome]:
@@ -150,7 +165,7 @@ def varied(name: str, *, held: float, shape: Shape = Setting.paged, **fields: An
     """Run the mixture, then again with ``fields`` set otherwise."""
     build = mixture(shape, held=held)
 
-    def build_unpinned(setting: Setting) -> Sequence[Operation]:
+    def build_unpinned(setting: Setting) -> Script:
         setting.vary(*fields)
         return build(setting)
 
@@ -161,7 +176,7 @@ def crowded(name: str, shape: Shape) -> Case:
     """Run the mixture in an ample pool, then in one where the requests must take turns."""
     build = mixture(shape, held=4)
 
-    def build_unpinned(setting: Setting) -> Sequence[Operation]:
+    def build_unpinned(setting: Setting) -> Script:
         setting.vary("num_blocks")
         return build(setting)
 

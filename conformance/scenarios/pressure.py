@@ -19,7 +19,7 @@ OUT = (RequestState.PREEMPTED, RequestState.SWAPPED)
 def tight_pool(setting: Setting, adds: Sequence[Add], share: float) -> None:
     """A pool of ``share`` of what ``adds`` come to hold, but enough for each of them alone."""
     needs = [setting.full_blocks(add) for add in adds]
-    setting.pool(max(max(needs), int(share * sum(needs))))
+    setting.pool(max(*needs, int(share * sum(needs))))
     setting.require(
         max(needs) <= setting.usable < sum(needs),
         f"{setting.usable} usable blocks: this case needs {max(needs)} to {sum(needs) - 1}, "
@@ -46,9 +46,9 @@ def oversubscribed(shape: str, share: float, *, prompts: Sequence[int] = (4, 4, 
     return build
 
 
-_SWAP = {"preemption_mode": "swap"}
-_CHUNKED = {"enable_chunked_prefill": True}
-_CACHED = {"enable_prefix_caching": True}
+_SWAP: dict[str, Any] = {"preemption_mode": "swap"}
+_CHUNKED: dict[str, Any] = {"enable_chunked_prefill": True}
+_CACHED: dict[str, Any] = {"enable_prefix_caching": True}
 
 OVERSUBSCRIBED = Scenario(
     "oversubscribed",

@@ -46,7 +46,7 @@ def wrapped(**calls: Callable[..., Any]) -> Callable[[EngineConfig], Engine]:
     def factory(config: EngineConfig) -> Engine:
         inner = make(config)
         bound = {name: (lambda *given, call=call: call(inner, *given)) for name, call in calls.items()}
-        return Wrapped(inner, **bound)  # type: ignore[return-value]
+        return Wrapped(inner, **bound)
 
     return factory
 
@@ -54,7 +54,7 @@ def wrapped(**calls: Callable[..., Any]) -> Callable[[EngineConfig], Engine]:
 def declaring(**fields: Any) -> Callable[[EngineConfig], Engine]:
     def factory(config: EngineConfig) -> Engine:
         inner = make(config)
-        return Wrapped(inner, capabilities=msgspec.structs.replace(inner.capabilities, **fields))  # type: ignore[return-value]
+        return Wrapped(inner, capabilities=msgspec.structs.replace(inner.capabilities, **fields))
 
     return factory
 
@@ -77,7 +77,7 @@ def told(change: Callable[[CommitResult], Any]) -> Callable[[EngineConfig], Engi
     return wrapped(commit=commit)
 
 
-def refuse(_: object, request: object) -> None:
+def refuse(*_: object) -> None:
     raise RequestRefused("not today")
 
 

@@ -127,14 +127,15 @@ def test_nothing_is_remembered_of_what_was_evicted() -> None:
 
 def test_a_reset_frees_every_cached_block(drive: Callable[..., Any]) -> None:
     driver = drive(enable_prefix_caching=True)
-    driver.add("a", 9, 2)
+    prompt = list(range(9))
+    driver.add("a", prompt, 2)
     driver.step()
     assert not driver.engine.reset_prefix_cache()  # a live request would publish its blocks again
     driver.drain()
     assert driver.pool.evictable
     assert driver.engine.reset_prefix_cache()
     assert len(driver.pool.free) == driver.config.num_blocks
-    driver.add("b", driver.engine.blocks.cache and list(range(9)), 1)
+    driver.add("again", prompt, 1)
     assert driver.step().sequences[0].first == 0
 
 
@@ -159,7 +160,7 @@ def test_a_postponed_admission_changes_nothing(drive: Callable[..., Any]) -> Non
     driver = drive(num_blocks=6, max_model_len=24, enable_prefix_caching=True, enable_chunked_prefill=True)
     driver.add("cached", list(range(8)), 1)
     driver.drain()
-    driver.add("old", 16, 4)
+    driver.add("old", 13, 8)
     driver.step()
     blocks = driver.engine.blocks
     before = (list(driver.pool.evictable), list(driver.pool.refs), blocks.hit_tokens, blocks.queried_tokens)

@@ -154,22 +154,22 @@ def test_abort_of_a_finished_and_of_an_unknown_request(drive: Callable[..., Any]
 
 def test_sequences_take_turns_when_the_budget_is_smaller_than_the_running_set(drive: Callable[..., Any]) -> None:
     driver = drive(num_blocks=16, max_num_batched_tokens=2, enable_chunked_prefill=True)
-    for number in range(4):
-        driver.add(f"r{number}", 2, 20, arrival=number)
-    while len(driver.engine.scheduler.running) < 4:
-        driver.step()
-    for _ in range(4):
-        ran = [s.sequence.request.request_id for _ in range(2) for s in driver.step().sequences]
-        assert sorted(ran) == ["r0", "r1", "r2", "r3"]
+    driver.add("four", 2, 12, n=4)
+    driver.step()
+    for _ in range(5):
+        ran = [scheduled.sequence.index for _ in range(2) for scheduled in driver.step().sequences]
+        assert sorted(ran) == [0, 1, 2, 3]
 
 
 def test_turns_are_taken_within_one_priority_only(drive: Callable[..., Any]) -> None:
     driver = drive(
         num_blocks=16, max_num_batched_tokens=1, enable_chunked_prefill=True, scheduling_policy="priority"
     )
-    driver.add("low", 1, 4, priority=1)
+    driver.add("low", 1, 6, priority=1, n=2)
     driver.step()
-    driver.add("high", 1, 4, priority=0, arrival=1)
+    driver.add("high", 1, 2, priority=0, arrival=1)
+    driver.engine.scheduler.starved = True  # nobody can enter at this budget but by preemption
+    assert [s.sequence.request.request_id for s in driver.step().sequences] == ["low"]
     driver.drain()
     assert set(driver.finished) == {"low", "high"}
 

@@ -186,8 +186,8 @@ def test_swap_falls_back_to_recompute_when_the_host_pool_is_full(drive: Callable
 
 def test_blocks_shared_by_a_fork_are_swapped_once(drive: Callable[..., Any]) -> None:
     driver = drive(num_blocks=6, max_model_len=16, preemption_mode="swap", num_swap_blocks=6)
-    driver.add("old", 3, 13)
-    driver.add("pair", 9, 7, n=2, arrival=1)
+    driver.add("old", 6, 10)
+    driver.add("pair", 9, 4, n=2, arrival=1)
     while not driver.preempted:
         plan = driver.step()
     assert plan.preempted[0].mode == "swap"

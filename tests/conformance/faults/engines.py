@@ -296,9 +296,7 @@ class OneTokenLonger(Faulty):
 
     def inner_config(self, config: EngineConfig) -> EngineConfig:
         length = config.max_model_len + 1
-        return changed(
-            config, max_model_len=length, max_num_batched_tokens=max(length, config.max_num_batched_tokens)
-        )
+        return changed(config, max_model_len=length, max_num_batched_tokens=max(length, config.max_num_batched_tokens))
 
 
 class DraftsUnasked(Faulty):
@@ -372,9 +370,7 @@ class StartsOverForever(Faulty):
         self.fake += 1
         if self.fake % 2:
             plan.sequences = [
-                SequencePlan(
-                    request_id=self.live[0], first=0, num_tokens=1, block_tables=[[0]], samples=False
-                )
+                SequencePlan(request_id=self.live[0], first=0, num_tokens=1, block_tables=[[0]], samples=False)
             ]
         else:
             plan.preempted = [Preemption(request_id=self.live[0], mode="recompute")]
@@ -446,9 +442,7 @@ class CountsOneBlockEach(Faulty):
     breaks = "PRE-1"
 
     def inner_config(self, config: EngineConfig) -> EngineConfig:
-        return changed(
-            config, engine_options={"append_check": "touched"} if not config.num_lookahead_slots else {}
-        )
+        return changed(config, engine_options={"append_check": "touched"} if not config.num_lookahead_slots else {})
 
 
 class RecomputesFullBatches(CountsOneBlockEach):

@@ -1,4 +1,4 @@
-"""Every requirement of the contract can be seen broken: for each there is an engine that fails it, and it alone counts."""
+"""Every requirement of the contract can be seen broken: for each there is an engine that fails it."""
 
 from __future__ import annotations
 

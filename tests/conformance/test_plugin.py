@@ -1,0 +1,199 @@
+"""The plugin and the suite, run as users run them: by another pytest, from another directory."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+import conformance
+from conformance.requirements import load
+from conformance.suite import under_test
+
+pytest_plugins = ["pytester"]
+
+ROOT = Path(conformance.__file__).resolve().parents[1]
+SUITE = ["--pyargs", "conformance.suite"]
+NEURON = ["--kv-preset", "neuron", "--kv-set", "engine_options.append_check=touched"]
+
+ADAPTER = """
+from conformance.adapters.reference import make
+
+
+def make_red(config):
+    engine = make(config)
+    engine.schedule = lambda: None
+    return engine
+"""
+
+
+class User:
+    """Somebody with kvconform installed, in a directory of their own."""
+
+    def __init__(self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._pytester = pytester
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+        self._plugin = ["-p", "no:cacheprovider"]
+        points = importlib.metadata.entry_points(group="pytest11")
+        if all(point.value != "conformance.plugin" for point in points):
+            self._plugin += ["-p", "conformance.plugin"]
+
+    def runs(self, *words: str) -> pytest.RunResult:
+        return self._pytester.runpytest_subprocess(*self._plugin, *words)
+
+
+@pytest.fixture
+def user(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> User:
+    return User(pytester, monkeypatch)
+
+
+def test_the_suite_passes_on_the_reference_engine(user: User) -> None:
+    shown = user.runs(*SUITE, "-k", "test_limits or test_determinism", "-W", "error")
+    assert shown.ret == pytest.ExitCode.OK
+    shown.stdout.fnmatch_lines(
+        [
+            "*= contract =*",
+            "reference 1: abort, chunked_prefill, *",
+            "pass        LIM-1   MUST   max_num_seqs",
+            "pass        DET-2   MUST   Same tokens whatever the schedule",
+            "6 pass",
+        ]
+    )
+
+
+def test_it_fails_on_an_engine_that_breaks_the_contract(user: User) -> None:
+    shown = user.runs(*SUITE, "-k", "PRE-2 or PRE-7", *NEURON)
+    assert shown.ret == pytest.ExitCode.TESTS_FAILED
+    shown.stdout.fnmatch_lines(
+        [
+            "PRE-2 (MUST) Concurrency equal to the batch size causes no recompute*",
+            "*59 steps, 29 preemptions, 33 prefills; 3 requests: 30 steps, 0 preemptions, 3 prefills",
+            "fail        PRE-2   MUST   No recompute at full batch: full-batch/sequence-blocks-4-seqs: r3 is *",
+            "2 fail",
+        ]
+    )
+
+
+def test_the_header_names_the_engine_that_was_asked_for(user: User) -> None:
+    shown = user.runs(*SUITE, "-k", "LIM-2", "--engine", "conformance.adapters.reference:make", *NEURON)
+    shown.stdout.fnmatch_lines(
+        ["kvconform: engine conformance.adapters.reference:make, contract edition 1, with preset neuron, *"]
+    )
+
+
+def test_a_session_without_the_suite_is_left_alone(user: User, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import sys\ndef test_light():\n    assert 'conformance.check' not in sys.modules")
+    shown = user.runs("--strict-markers")
+    assert shown.ret == pytest.ExitCode.OK
+    shown.stdout.no_fnmatch_line("*kvconform: engine*")
+    shown.stdout.no_fnmatch_line("*= contract =*")
+
+
+def test_the_markers_are_registered(user: User, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.neuron
+        @pytest.mark.slow
+        @pytest.mark.requirement("PRE-1")
+        def test_mine():
+            pass
+        """
+    )
+    assert user.runs("--strict-markers").ret == pytest.ExitCode.OK
+
+
+def test_an_adapter_in_the_users_directory_is_found(user: User, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(adapter=ADAPTER)
+    shown = user.runs(*SUITE, "-k", "LIM-1", "--engine", "adapter:make")
+    assert shown.ret == pytest.ExitCode.OK
+    shown.stdout.fnmatch_lines(["1 pass"])
+
+
+def test_a_red_smoke_test_is_said_once_and_nothing_is_judged(user: User, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(adapter=ADAPTER)
+    shown = user.runs(*SUITE, "-k", "LIM-1", "--engine", "adapter:make_red")
+    assert shown.ret == pytest.ExitCode.TESTS_FAILED
+    shown.stdout.fnmatch_lines(
+        ["*ERROR: the adapter is at fault: an idle step: schedule() returns NoneType, not a StepPlan"]
+    )
+    outcomes = shown.parseoutcomes()
+    assert outcomes["errors"] == 1
+    assert set(outcomes) <= {"errors", "skipped", "deselected"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--engine", "refrence"], "no engine 'refrence': expected a built-in name"),
+        (["--kv-set", "num_block=3"], "num_block=3: no such field"),
+        (["--kv-expectations", "none.toml"], "none.toml: cannot be read"),
+    ],
+)
+def test_a_mistake_of_usage_ends_the_session(user: User, words: list[str], said: str) -> None:
+    shown = user.runs(*SUITE, "-k", "LIM-1", *words)
+    assert shown.ret == pytest.ExitCode.USAGE_ERROR
+    assert said in shown.stdout.str() + shown.stderr.str()
+
+
+def test_what_is_not_declared_is_skipped_as_unsupported(user: User) -> None:
+    shown = user.runs(*SUITE, "-k", "ENC-1", "-rs")
+    assert shown.ret == pytest.ExitCode.OK
+    shown.stdout.fnmatch_lines(
+        [
+            "unsupported ENC-1   MUST   Encoder books: the engine does not declare encoder_cache",
+            "*UNSUPPORTED: the engine does not declare encoder_cache",
+        ]
+    )
+
+
+EXPECTATION = """
+[[known]]
+requirement = "{requirement}"
+reason = "asks for one block each"
+link = "issue 8007"
+"""
+
+
+def test_an_expected_failure_is_no_failure(user: User, tmp_path: Path) -> None:
+    file = tmp_path / "known.toml"
+    file.write_text(EXPECTATION.format(requirement="PRE-7"), encoding="utf-8")
+    shown = user.runs(*SUITE, "-k", "PRE-7", *NEURON, "--kv-expectations", str(file))
+    assert shown.ret == pytest.ExitCode.OK
+    assert shown.parseoutcomes()["xfailed"] == 1
+    shown.stdout.fnmatch_lines(["known       PRE-7 *asks for one block each (issue 8007)*"])
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "1"]], ids=["alone", "distributed"])
+def test_an_expected_failure_that_does_not_happen_fails_the_session(
+    user: User, tmp_path: Path, workers: list[str]
+) -> None:
+    file = tmp_path / "known.toml"
+    file.write_text(EXPECTATION.format(requirement="LIM-1"), encoding="utf-8")
+    shown = user.runs(*SUITE, "-k", "LIM-1", "--kv-expectations", str(file), *workers)
+    assert shown.ret == pytest.ExitCode.TESTS_FAILED
+    shown.stdout.fnmatch_lines(["stale       LIM-1 *does not: delete the entry", "1 stale"])
+
+
+def test_junit_files_carry_the_requirement(user: User, tmp_path: Path) -> None:
+    file = tmp_path / "junit.xml"
+    user.runs(*SUITE, "-k", "PRE-7", *NEURON, f"--junitxml={file}", "-W", "error")
+    cases = ET.parse(file).iter("testcase")  # noqa: S314 - our own file
+    properties = [{one.get("name"): one.get("value") for one in case.iter("property")} for case in cases]
+    assert {one["requirement"] for one in properties} == {"PRE-7"}
+    assert {"requirement": "PRE-7", "level": "SHOULD", "status": "fail"} in properties
+
+
+def test_the_suite_has_one_function_for_each_requirement() -> None:
+    folder = Path(under_test.__file__).parent
+    named = [
+        line.partition('"')[2].partition('"')[0]
+        for file in sorted(folder.glob("test_*.py"))
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if line.startswith("@pytest.mark.requirement(")
+    ]
+    assert sorted(named) == sorted(row.id for row in load().values() if row.layer == "engine")
