@@ -160,7 +160,7 @@ def known_failures(examiner: Examiner, expectations: Expectations | None = None)
         if examiner.pinned:
             return []
         expectations = for_engine(examiner.source.name)
-    return expectations.applying(examiner.capabilities.version, examiner.base)
+    return expectations.applying(examiner.capabilities)
 
 
 def _wanted(ids: Iterable[str] | None) -> list[Requirement]:

@@ -7,7 +7,7 @@ One file per engine, ``expectations/ENGINE.toml``, with entries::
     cases = ["full-batch/*"]           # optional: patterns of scenario/case; without it, every case; "fuzz"
                                        # for what only the fuzzer reaches
     versions = ">=0.5,<0.9"            # optional: a specifier of versions; without it, every version
-    options = { block_manager = "v1" } # optional: engine options it holds under
+    variant = "*(block manager v1)"    # optional: a pattern of what the engine calls itself
     reason = "one sentence"
     link = "https://..."
 
@@ -28,7 +28,7 @@ import msgspec
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from conformance.protocol import EngineConfig, OptionValue
+from conformance.protocol import Capabilities
 from conformance.requirements import load as load_requirements
 from conformance.scenarios import case_names
 
@@ -54,15 +54,15 @@ class Expectation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     link: str
     cases: tuple[str, ...] = ()
     versions: str = ""
-    options: dict[str, OptionValue] = {}
+    variant: str = ""
 
     def covers(self, case: str) -> bool:
         """Whether ``case`` (``scenario/case``) is allowed to fail."""
         return not self.cases or any(fnmatchcase(case, pattern) for pattern in self.cases)
 
-    def applies(self, version: str, config: EngineConfig) -> bool:
-        """Whether the entry is about this version, run with this configuration's engine options."""
-        if any(config.engine_options.get(name) != value for name, value in self.options.items()):
+    def applies(self, version: str, engine: str | None = None) -> bool:
+        """Whether the entry is about this version, and about what calls itself ``engine`` (None: any variant)."""
+        if self.variant and engine is not None and not fnmatchcase(engine, self.variant):
             return False
         if not self.versions:
             return True
@@ -83,13 +83,12 @@ class Expectations(msgspec.Struct, frozen=True, kw_only=True):
     entries: tuple[Expectation, ...] = ()
 
     def fuzzed(self, version: str) -> frozenset[str]:
-        """Requirements the fuzzer does not judge on this version: each has a known failure, whatever the options."""
-        plain = [msgspec.structs.replace(entry, options={}) for entry in self.entries]
-        return frozenset(entry.requirement for entry in plain if entry.applies(version, EngineConfig()))
+        """Requirements the fuzzer does not judge on this version: each has a known failure in some variant."""
+        return frozenset(entry.requirement for entry in self.entries if entry.applies(version))
 
-    def applying(self, version: str, config: EngineConfig) -> list[Expectation]:
-        """The entries about this version and configuration."""
-        return [entry for entry in self.entries if entry.applies(version, config)]
+    def applying(self, capabilities: Capabilities) -> list[Expectation]:
+        """The entries about this engine, as it declares itself."""
+        return [entry for entry in self.entries if entry.applies(capabilities.version, capabilities.engine)]
 
 
 def for_engine(name: str) -> Expectations:

@@ -60,13 +60,13 @@ def compare_with_one_fewer(bench: Bench, run: Run) -> None:
         return
     fewer = bench.run(run.config, run.operations[1:]).completed()
     run.completed()
-    allowed = STEPS_FACTOR_MAX * fewer.steps
+    allowed = int(STEPS_FACTOR_MAX * fewer.steps)
     if run.steps > allowed:
         run.report(
             "PRE-7",
             f"{requests} requests take {run.steps} steps at batch size {run.config.max_num_seqs}, "
             f"{requests - 1} take {fewer.steps}",
-            expected=f"at most {allowed:.0f} steps ({STEPS_FACTOR_MAX} times {fewer.steps})",
+            expected=f"at most {allowed} steps ({STEPS_FACTOR_MAX} times {fewer.steps})",
             got=f"{run.steps} steps",
         )
 

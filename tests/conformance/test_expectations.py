@@ -9,7 +9,7 @@ import pytest
 
 from conformance.check import conclude, is_stale
 from conformance.expectations import Expectation, ExpectationsError, for_engine, parse, read
-from conformance.protocol import EngineConfig
+from conformance.protocol import Capabilities
 from conformance.requirements import load
 from conformance.results import CaseResult, Status
 from conformance.scenarios import cases_of
@@ -52,15 +52,15 @@ def test_a_well_formed_file_is_read() -> None:
     ("version", "applies"), [("0.6.0", True), ("0.6.3.post1", True), ("0.7.0", False), ("unknown", False)]
 )
 def test_an_entry_is_about_versions(version: str, *, applies: bool) -> None:
-    expectations = parse(ONE, source="engine.toml")
-    assert bool(expectations.applying(version, EngineConfig())) is applies
+    capabilities = Capabilities(engine="engine", version=version, features=frozenset())
+    assert bool(parse(ONE, source="engine.toml").applying(capabilities)) is applies
 
 
-def test_an_entry_may_be_about_an_option() -> None:
-    known = entry(options={"block_manager": "v1"})
-    assert known.applies("1", EngineConfig(engine_options={"block_manager": "v1"}))
-    assert not known.applies("1", EngineConfig(engine_options={"block_manager": "v2"}))
-    assert not known.applies("1", EngineConfig())
+def test_an_entry_may_be_about_a_variant() -> None:
+    known = entry(variant="*manager v1)")
+    assert known.applies("1", "engine (block manager v1)")
+    assert not known.applies("1", "engine (block manager v2)")
+    assert known.applies("1")
 
 
 MISTAKES = [

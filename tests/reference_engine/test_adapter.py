@@ -8,13 +8,20 @@ import pytest
 
 from conformance.adapters.reference import FEATURES, OPTIONS, make
 from conformance.operations import Abort, Add, Operation, Step
-from conformance.protocol import ConfigRefused, EngineConfig, EncoderItem, KVCacheGroup, Request, RequestRefused
-from conformance.protocol import Sampled
+from conformance.protocol import (
+    ConfigRefused,
+    EncoderItem,
+    EngineConfig,
+    KVCacheGroup,
+    Request,
+    RequestRefused,
+    Sampled,
+)
 from conformance.session import Session
 
 
 @pytest.mark.parametrize(
-    "fields, message",
+    ("fields", "message"),
     [
         ({"num_speculative_tokens": 2}, "num_speculative_tokens = 2"),
         ({"encoder_cache_size": 8}, "encoder_cache_size = 8"),
@@ -26,9 +33,7 @@ from conformance.session import Session
         ({"sliding_window": 4, "engine_options": {"null_block": False}}, "sliding_window = 4: needs null_block"),
     ],
 )
-def test_a_configuration_it_does_not_take_is_refused_with_the_reason(
-    fields: dict[str, Any], message: str
-) -> None:
+def test_a_configuration_it_does_not_take_is_refused_with_the_reason(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigRefused, match=message):
         make(EngineConfig(**fields))
 

@@ -15,12 +15,10 @@ NOBODY = ("", "")
 
 
 @pytest.mark.parametrize(
-    "order, first, again",
+    ("order", "first", "again"),
     [("first-in", [0, 1], [2, 3, 1]), ("last-in", [0, 1], [0, 1, 2]), ("from-the-end", [3, 2], [3, 2, 1])],
 )
-def test_the_free_list_hands_out_blocks_in_its_order(
-    order: FreeListOrder, first: list[int], again: list[int]
-) -> None:
+def test_the_free_list_hands_out_blocks_in_its_order(order: FreeListOrder, first: list[int], again: list[int]) -> None:
     pool = BlockPool(4, order)
     assert pool.allocate(2) == first
     pool.release(list(reversed(first)))

@@ -33,9 +33,7 @@ def test_the_exact_check_preempts_nobody_at_the_brim(drive: Callable[..., Any], 
 
 
 @pytest.mark.parametrize("check", ["touched", "per_sequence"])
-def test_the_heuristics_preempt_every_other_step_without_a_spare_block(
-    drive: Callable[..., Any], check: str
-) -> None:
+def test_the_heuristics_preempt_every_other_step_without_a_spare_block(drive: Callable[..., Any], check: str) -> None:
     driver = at_the_brim(drive, 4, check)
     assert (len(driver.preempted), driver.num_tokens) == (10, 179)
     assert set(driver.preempted) == {"r3"}
@@ -44,10 +42,8 @@ def test_the_heuristics_preempt_every_other_step_without_a_spare_block(
     assert 4 not in {block for table in spare.tables.values() for block in table}
 
 
-@pytest.mark.parametrize("num_blocks, victims", [(4, {"r2", "r3"}), (5, {"r3"}), (6, set())])
-def test_the_strict_check_needs_two_spare_blocks(
-    drive: Callable[..., Any], num_blocks: int, victims: set[str]
-) -> None:
+@pytest.mark.parametrize(("num_blocks", "victims"), [(4, {"r2", "r3"}), (5, {"r3"}), (6, set())])
+def test_the_strict_check_needs_two_spare_blocks(drive: Callable[..., Any], num_blocks: int, victims: set[str]) -> None:
     assert set(at_the_brim(drive, num_blocks, "strict").preempted) == victims
 
 
@@ -60,7 +56,7 @@ def test_with_one_block_every_token_is_a_prefill(drive: Callable[..., Any]) -> N
 
 
 @pytest.mark.parametrize(
-    "length, new, lookahead, touched, real",
+    ("length", "new", "lookahead", "touched", "real"),
     [
         (10, 1, 0, 1, 0),
         (2047, 1, 0, 1, 0),
@@ -123,7 +119,7 @@ def test_the_least_urgent_goes_first_under_priority(drive: Callable[..., Any]) -
         driver.step()
     assert driver.preempted == ["low"]
     driver.drain()
-    assert list(driver.finished)[0] == "high"
+    assert next(iter(driver.finished)) == "high"
 
 
 def test_a_request_whose_blocks_are_all_shared_is_passed_over(drive: Callable[..., Any]) -> None:
