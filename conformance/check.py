@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Literal
 
 import msgspec
 
 from conformance.engines import EngineNotFound, EngineSource
+from conformance.execute import Replay, replay
 from conformance.expectations import Expectation, Expectations, for_engine
-from conformance.protocol import AdapterError, Capabilities, EngineConfig
+from conformance.protocol import AdapterError, Capabilities, EngineConfig, EngineFactory
 from conformance.requirements import Requirement, load_contract
 from conformance.results import CaseResult, CheckReport, CheckResult, SmokeResult, Status, worst
-from conformance.scenarios import SCENARIOS, Bench, Case, CaseOutcome, Scenario, cases_of, run_case
+from conformance.scenarios import (
+    SCENARIOS,
+    Bench,
+    Case,
+    CaseOutcome,
+    Scenario,
+    case_names,
+    cases_of,
+    rerun_case,
+    run_case,
+)
 from conformance.smoke import declared_features, find_base
+from conformance.trace import Trace
 from conformance.watchdog import Watchdog
 
 
@@ -148,6 +161,34 @@ def check(
     finally:
         examiner.close()
     return report
+
+
+def rejudge(factory: EngineFactory, trace: Trace, watchdog: Watchdog | None = None) -> Replay:
+    """Replay a trace; one that a scenario left behind is also compared as the scenario compares it.
+
+    What takes several runs to see (PRE-7, DET-1, …) cannot be seen in one: without this it would pass for fixed.
+    """
+    result = replay(factory, trace, watchdog)
+    known = case_names().get(trace.header.note)
+    if result.status != "FIXED" or known is None:
+        return result
+    engine = factory(trace.header.config)
+    bench = Bench(factory, engine.capabilities, watchdog)
+    engine.close()
+    outcome = rerun_case(
+        bench, *known, engine=trace.header.engine, config=trace.header.config, operations=trace.operations
+    )
+    broken = {finding.requirement for finding in trace.footer.violations}
+    for case in (*outcome.judged.values(), *outcome.elsewhere):
+        if case.requirement in broken and case.status in {"fail", "error"}:
+            status: Literal["FAILED", "ERROR"] = "FAILED" if case.status == "fail" else "ERROR"
+            return Replay(
+                status=status,
+                reason=f"{case.requirement}: {case.describe()}",
+                execution=result.execution,
+                same_digest=result.same_digest,
+            )
+    return result
 
 
 def known_failures(examiner: Examiner, expectations: Expectations | None = None) -> list[Expectation]:

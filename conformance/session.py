@@ -233,6 +233,8 @@ class Session:
                 oracle.on_reset(done)
             self._note({"reset": done})
         self._refresh_usage()
+        if done and not self.ledger.live:
+            self.audit()
 
     def drain(self) -> None:
         """Step until nothing is live, or for as long as the requests could need, recomputed many times over."""

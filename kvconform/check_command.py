@@ -108,7 +108,9 @@ def _print_summary(console: Console, report: CheckReport) -> int:
     must = sum(result.status == "fail" and result.level == "MUST" for result in report.results)
     counts = ", ".join(f"{count} {status}" for status, count in report.counts().items())
     verdict = "the contract holds" if report.ok else f"the contract is violated ({must} MUST)"
-    if report.status == "error":
+    if report.status == "known":
+        verdict = "nothing fails but what is known to"
+    elif report.status == "error":
         verdict = "the suite or the adapter broke"
     elif report.status == "stale":
         verdict = "expectations are stale: what was expected to fail passes"

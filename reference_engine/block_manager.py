@@ -172,8 +172,7 @@ class BlockManager:
 
         Counted from what is committed, not from what is scheduled: a step in flight may still read (KV-5).
         """
-        if self.window is None:
-            return range(0)
+        assert self.window is not None
         last = (sequence.done - self.window + 1) // self.block_size - 1
         first = last
         while first >= 0 and sequence.table[first] != NULL_BLOCK:

@@ -28,9 +28,7 @@ class BlockPool:
         "reserved",
     )
 
-    def __init__(
-        self, num_blocks: int, order: FreeListOrder = "first-in", *, null_block: bool = False
-    ) -> None:
+    def __init__(self, num_blocks: int, order: FreeListOrder = "first-in", *, null_block: bool = False) -> None:
         self.num_blocks = num_blocks
         self.reserved = 1 if null_block else 0
         self.refs = [0] * num_blocks

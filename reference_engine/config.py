@@ -73,9 +73,7 @@ class EngineConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name} = {value!r}: must be an integer of at least {least}")
         if not isinstance(self.max_model_len, int) or self.max_model_len <= 1:
-            raise ConfigError(
-                f"max_model_len = {self.max_model_len!r}: must be at least 2 (prompt and output)"
-            )
+            raise ConfigError(f"max_model_len = {self.max_model_len!r}: must be at least 2 (prompt and output)")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ConfigError(f"sliding_window = {self.sliding_window!r}: must be at least 1, or None")
         if not 0.0 <= self.watermark < 1.0:

@@ -73,9 +73,7 @@ class Engine:
                 f"under max_model_len = {config.max_model_len}"
             )
         if request.n > config.max_num_seqs:
-            raise RequestError(
-                f"request {name}: n = {request.n} is more than max_num_seqs = {config.max_num_seqs}"
-            )
+            raise RequestError(f"request {name}: n = {request.n} is more than max_num_seqs = {config.max_num_seqs}")
 
     def _check_fit(self, request: Request) -> None:
         """After a recompute each sequence may have to be prefilled alone, up to the token before its last."""

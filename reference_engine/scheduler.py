@@ -95,9 +95,8 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Take a request out of whatever queue it is in (PRG-6). Its blocks are the caller's business."""
-        queue = {Status.WAITING: self.waiting, Status.RUNNING: self.running, Status.SWAPPED: self.swapped}[
-            request.status
-        ]
+        queues = {Status.WAITING: self.waiting, Status.RUNNING: self.running, Status.SWAPPED: self.swapped}
+        queue = queues[request.status]
         index = bisect_left(queue, request.rank, key=rank_of)
         assert queue[index] is request, "ranks are unique and queues sorted by them"
         del queue[index]
@@ -178,8 +177,7 @@ class Scheduler:
             sequences = sorted(sequences, key=lambda sequence: (sequence.request.rank[0], sequence.last_step))
             self.starved = False
         for sequence in sequences:
-            tokens = min(self._chunk(sequence.remaining), budget)
-            sequence.grant = tokens
+            sequence.grant = tokens = min(self._chunk(sequence.remaining), budget)
             budget -= tokens
             if not tokens:
                 self.starved = True
@@ -201,9 +199,9 @@ class Scheduler:
 
     def _run(self, plan: Plan, sequence: Sequence) -> None:
         """Put the granted tokens of a sequence, whose table covers them, into the plan."""
-        first, tokens = sequence.scheduled, sequence.grant
-        assert 0 < tokens <= sequence.remaining
-        samples = tokens == sequence.remaining
+        first, tokens, remaining = sequence.scheduled, sequence.grant, sequence.remaining
+        assert 0 < tokens <= remaining, "the grant lies within what can be computed"
+        samples = tokens == remaining
         sequence.scheduled = first + tokens
         sequence.pending += samples
         sequence.in_flight += 1
@@ -231,8 +229,9 @@ class Scheduler:
             if room is _Room.GIVEN_UP:
                 continue
             if room is _Room.FOUND:
-                for sequence in granted:
-                    self.blocks.slide(sequence)
+                if self.config.sliding_window is not None:
+                    for sequence in granted:
+                        self.blocks.slide(sequence)
                 for sequence in granted:
                     self.blocks.append(sequence, plan.moves, lookahead)
                     self._run(plan, sequence)

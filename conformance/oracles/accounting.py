@@ -30,6 +30,8 @@ class AccountingOracle(Oracle):
         self._grace = capabilities.deferred_free_steps
         self._difference: int | None = None
         self._in_flight = 0
+        self._is_reset = False
+        """Nothing was added since the prefix cache of the idle engine was reset."""
         self._held_blocks = 0
         """Blocks in tables of live requests after the last step."""
         self.unsettled: Problem | None = None
@@ -197,6 +199,12 @@ class AccountingOracle(Oracle):
         if self.ledger.distinct_held < self._held_blocks:  # one of several sequences has ended
             self._released_at_commit = self._commits
 
+    def on_add(self, request: RequestRecord) -> None:
+        self._is_reset = False
+
+    def on_reset(self, done: bool) -> None:  # noqa: FBT001 - the engine's one-word answer
+        self._is_reset = done and not self.ledger.live
+
     def on_end(self, request: RequestRecord) -> None:
         self._released_at_commit = self._commits
 
@@ -342,6 +350,13 @@ class AccountingOracle(Oracle):
                 "no request is live and the pool is not empty",
                 f"{self.ledger.usable_blocks} blocks free or cached",
                 f"{free} free, {cached} cached",
+            )
+        elif cached and self._is_reset:
+            yield (
+                "ACC-6",
+                f"the prefix cache was reset with no request live and {cached} blocks are still cached",
+                f"{self.ledger.usable_blocks} blocks free",
+                f"{free} free, cached blocks {', '.join(map(str, sorted(set(snapshot.cached))))}",
             )
         hosts = self.ledger.config.num_swap_blocks
         if snapshot.swap_free is not None and len(set(snapshot.swap_free)) != hosts:

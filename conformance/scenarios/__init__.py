@@ -20,7 +20,7 @@ from conformance.scenarios import (
 )
 from conformance.scenarios.base import Case, Scenario, Setting
 from conformance.scenarios.bench import ALWAYS_JUDGED, Bench, Run
-from conformance.scenarios.judging import CaseOutcome, run_case
+from conformance.scenarios.judging import CaseOutcome, rerun_case, run_case
 
 SCENARIOS: tuple[Scenario, ...] = (
     *capacity.SCENARIOS,
@@ -58,5 +58,6 @@ __all__ = [
     "Setting",
     "case_names",
     "cases_of",
+    "rerun_case",
     "run_case",
 ]

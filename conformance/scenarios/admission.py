@@ -150,6 +150,7 @@ def impossible(what: str) -> Build:
                 never = Add(prompt_len=max(1, tokens - size), max_tokens=size + 3)
             case "n-over-the-pool":
                 setting.declares("fork")
+                setting.host_pool()
                 setting.require(2 * (length - 2) > tokens, needs)
                 never = Add(prompt_len=max(1, tokens // 2 - 2), max_tokens=size, n=2)
             case "more-sequences":

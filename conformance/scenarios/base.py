@@ -20,6 +20,8 @@ OUTPUT_TOKENS_MAX = 30
 SEQUENCE_BLOCK_TOKENS = 64
 """Size of a block that holds a whole sequence: a multiple of every block size that engines insist on."""
 PAGES_PER_SEQUENCE = 10
+HOST_BLOCKS = 256
+"""A host pool that never fills."""
 
 
 class Inapplicable(Exception):  # noqa: N818 - an answer, not an error
@@ -135,6 +137,11 @@ class Setting:
         """Blocks of all sequences of a request that has run to its end, sharing nothing."""
         return self.blocks_for(min(add.prompt_len + add.max_tokens, self.config.max_model_len)) * add.n
 
+    def host_pool(self) -> None:
+        """Choose an ample host pool, if the engine has one: some swap wide requests whatever the mode is."""
+        if "swap" in self.capabilities.features:
+            self.choose(num_swap_blocks=HOST_BLOCKS)
+
     # -- requests ----------------------------------------------------------------------------------------
 
     def typical(self, *, outputs: int = OUTPUT_TOKENS_MAX, **fields: Any) -> Add:
@@ -145,6 +152,8 @@ class Setting:
 
     def request(self, prompt: int, outputs: int, **fields: Any) -> Add:
         """A request of exactly these lengths. Raises `Inapplicable` when they exceed the model's length."""
+        if fields.get("n", 1) > 1:
+            self.host_pool()
         length = self.config.max_model_len
         self.require(
             prompt >= 1 and outputs >= 1 and prompt + outputs <= length,

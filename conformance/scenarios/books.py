@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from conformance.operations import Abort, Drain, Operation, Step
-from conformance.scenarios.base import Build, Case, Scenario, Setting
+from conformance.scenarios.base import HOST_BLOCKS, Build, Case, Scenario, Setting
 from conformance.scenarios.bench import Script, as_declared
 from conformance.scenarios.capacity import SHAPES, Shape
 from conformance.scenarios.pressure import tight_pool
@@ -24,7 +24,7 @@ def churn(shape: Shape, *, requests: int = 24, share: float = 0.6, n: int = 1, *
         setting.need(**fields)
         setting.choose(max_num_seqs=4 * n)
         if fields.get("preemption_mode") == "swap":
-            setting.choose(num_swap_blocks=256)
+            setting.choose(num_swap_blocks=HOST_BLOCKS)
         if fields.get("enable_chunked_prefill"):
             setting.choose(max_num_batched_tokens=max(8, setting.config.max_num_seqs))
         length = setting.config.max_model_len
@@ -89,7 +89,7 @@ def forks(n: int, prompt_blocks: int, extra: int, *, tight: bool = False, stop: 
         outputs = min(3 * size, 24, length - prompt)
         adds = [setting.request(prompt, outputs, n=n, stop_after=outputs - 2 if stop else None) for _ in range(2)]
         if fields.get("preemption_mode") == "swap":
-            setting.choose(num_swap_blocks=256)
+            setting.choose(num_swap_blocks=HOST_BLOCKS)
         if tight:
             tight_pool(setting, adds, 0.6)
         else:
@@ -181,10 +181,10 @@ SWAPS = Scenario(
     "Sequences are swapped to the host pool and back",
     ("KV-4", "KV-6", "KV-1", "ACC-1"),
     [
-        Case("ample-host-pool", swapped(host_blocks=256), sees=["swapped in"]),
+        Case("ample-host-pool", swapped(host_blocks=HOST_BLOCKS), sees=["swapped in"]),
         Case("small-host-pool", swapped(host_blocks=10), sees=["swapped in"]),
-        Case("two-sequences", swapped(host_blocks=256, n=2), sees=["swapped in"]),
-        Case("cached", swapped(host_blocks=256, cached=True), sees=["swapped in"]),
+        Case("two-sequences", swapped(host_blocks=HOST_BLOCKS, n=2), sees=["swapped in"]),
+        Case("cached", swapped(host_blocks=HOST_BLOCKS, cached=True), sees=["swapped in"]),
     ],
 )
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
+from conformance.operations import Operation
 from conformance.protocol import AdapterError, Capabilities, ConfigRefused, EngineConfig
 from conformance.results import CaseResult, Status
 from conformance.scenarios.base import Case, Inapplicable, Scenario, Setting
-from conformance.scenarios.bench import Bench, Run, Unjudged, Unsupported
+from conformance.scenarios.bench import Bench, Run, Script, Unjudged, Unsupported
 
 
 class CaseOutcome:
@@ -24,6 +26,13 @@ class CaseOutcome:
         """Equal for cases that came down to the same runs, which pinned fields can bring about."""
 
 
+class _Nothing(NamedTuple):
+    """Why a comparison, or a whole case, says nothing of what holds; "" when it does."""
+
+    status: Status = "pass"
+    reason: str = ""
+
+
 def run_case(
     bench: Bench,
     scenario: Scenario,
@@ -35,44 +44,69 @@ def run_case(
     capabilities: Capabilities,
 ) -> CaseOutcome:
     """Run ``case``; whatever breaks on the way becomes a status, nothing is raised. O(its runs)."""
+
+    def build() -> tuple[EngineConfig, Sequence[Operation] | Script]:
+        setting = Setting(base, pinned, capabilities)
+        workload = case.build(setting)
+        return setting.config, workload
+
+    return _judge(bench, scenario, case, engine, build)
+
+
+def rerun_case(
+    bench: Bench, scenario: Scenario, case: Case, *, engine: str, config: EngineConfig, operations: Sequence[Operation]
+) -> CaseOutcome:
+    """Judge ``case`` on operations that were recorded when it was run before."""
+    return _judge(bench, scenario, case, engine, lambda: (config, operations))
+
+
+def _judge(
+    bench: Bench,
+    scenario: Scenario,
+    case: Case,
+    engine: str,
+    build: Callable[[], tuple[EngineConfig, Sequence[Operation] | Script]],
+) -> CaseOutcome:
     name = f"{scenario.name}/{case.name}"
     requirements = scenario.judged_by(case)
     bench.begin(requirements)
-
-    def all_are(status: Status, reason: str) -> CaseOutcome:
-        return CaseOutcome(name, [
-            CaseResult(requirement=requirement, case=name, status=status, reason=reason)
-            for requirement in requirements
-        ])  # fmt: skip
-
     try:
-        setting = Setting(base, pinned, capabilities)
-        workload = case.build(setting)
-        run = bench.run(setting.config, workload)
-        unjudged = ""
+        nothing = _unless_it_says_something(lambda: bench.run(*build()))
         compare = scenario.compare_of(case)
-        if compare is not None and not run.cut_short:
-            try:
-                compare(bench, run)
-            except Unjudged as answer:
-                unjudged = str(answer)
-    except Inapplicable as answer:
-        return all_are("skip", str(answer))
-    except ConfigRefused as answer:
-        return all_are("skip", f"refused: {answer}")
-    except Unsupported as answer:
-        return all_are("unsupported", str(answer))
+        if not nothing.reason and compare is not None and not bench.runs[0].cut_short:
+            nothing = _unless_it_says_something(lambda: compare(bench, bench.runs[0]))
     except AdapterError as error:
-        return all_are("error", f"the adapter is at fault: {error}")
+        return _all_are("error", f"the adapter is at fault: {error}", name, requirements)
     except Exception as error:  # noqa: BLE001 - a fault of ours must not pass for one of the engine
-        return all_are("error", _own_fault(error))
-    outcome = _outcome(bench, case, name, requirements, unjudged, engine)
+        return _all_are("error", _own_fault(error), name, requirements)
+    if not bench.runs:
+        return _all_are(*nothing, name, requirements)
+    outcome = _outcome(bench, case, name, requirements, nothing, engine)
     outcome.signature = [(one.config, one.operations) for one in bench.runs]
     return outcome
 
 
+def _unless_it_says_something(run: Callable[[], object]) -> _Nothing:
+    try:
+        run()
+    except (Inapplicable, Unjudged) as answer:
+        return _Nothing("skip", str(answer))
+    except ConfigRefused as answer:
+        return _Nothing("skip", f"refused: {answer}")
+    except Unsupported as answer:
+        return _Nothing("unsupported", str(answer))
+    return _Nothing()
+
+
+def _all_are(status: Status, reason: str, name: str, requirements: Sequence[str]) -> CaseOutcome:
+    return CaseOutcome(
+        name,
+        [CaseResult(requirement=requirement, case=name, status=status, reason=reason) for requirement in requirements],
+    )
+
+
 def _outcome(
-    bench: Bench, case: Case, name: str, requirements: Sequence[str], unjudged: str, engine: str
+    bench: Bench, case: Case, name: str, requirements: Sequence[str], nothing: _Nothing, engine: str
 ) -> CaseOutcome:
     """Give each violation, of every run that was made, to its requirement."""
     run = bench.runs[0]
@@ -99,8 +133,9 @@ def _outcome(
             if run.cut_short:
                 result.status, result.spoilt_by = "skip", spoilers
                 result.reason = f"cut short in step {run.steps}: the run breaks {run.requirements_broken()}"
-            elif unjudged:
-                result.status, result.spoilt_by, result.reason = "skip", spoilers, unjudged
+            elif nothing.reason:
+                result.status, result.reason = nothing
+                result.spoilt_by = spoilers
             elif unseen:
                 result.status, result.reason = "skip", f"never seen in this run: {', '.join(unseen)}"
         judged.append(result)

@@ -7,7 +7,7 @@ from typing import Any
 
 from conformance.ledger import RequestRecord, RequestState
 from conformance.operations import Abort, AbortEnded, Add, Drain, Operation, ResetPrefixCache, Step
-from conformance.scenarios.base import Build, Case, Scenario, Setting
+from conformance.scenarios.base import HOST_BLOCKS, Build, Case, Scenario, Setting
 from conformance.scenarios.bench import Bench, Run, Script, as_declared
 from conformance.scenarios.capacity import SHAPES, Shape
 from conformance.scenarios.pressure import tight_pool
@@ -111,7 +111,7 @@ def abort_when(when: When, *, tight: bool = False, twice: bool = True, n: int = 
         setting.declares("abort")
         setting.choose(max_num_seqs=3 * n)
         if fields.get("preemption_mode") == "swap":
-            setting.choose(num_swap_blocks=256)
+            setting.choose(num_swap_blocks=HOST_BLOCKS)
         if fields.get("enable_chunked_prefill"):
             setting.choose(max_num_batched_tokens=max(6, setting.config.max_num_seqs))
         adds = [setting.typical(n=n)] * 3

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from conformance.operations import Abort, Drain, Operation, Step
-from conformance.scenarios.base import Case, Compare, Scenario, Setting
+from conformance.scenarios.base import HOST_BLOCKS, Case, Compare, Scenario, Setting
 from conformance.scenarios.bench import Bench, Run, Script, as_declared
 from conformance.scenarios.capacity import SHAPES, Shape
 from conformance.trace import StepOutcome
@@ -28,7 +28,7 @@ def mixture(shape: Shape, *, held: float, aborts: bool = False, **fields: Any) -
         if fields.get("enable_chunked_prefill"):
             setting.choose(max_num_batched_tokens=max(12, setting.config.max_num_seqs))
         if fields.get("preemption_mode") == "swap":
-            setting.choose(num_swap_blocks=256)
+            setting.choose(num_swap_blocks=HOST_BLOCKS)
         length = setting.config.max_model_len
         setting.pool(max(1, int(held * setting.blocks_for(length))))
         setting.require(
@@ -131,7 +131,7 @@ def same_outputs(**fields: Any) -> Compare:
         for rid, request in run.requests.items():
             here, there = run.watch.outputs.get(rid), other.watch.outputs.get(rid)
             if here is not None and there is not None and here != there:
-                other.report(
+                run.report(
                     "DET-2",
                     f"with {changed}, {rid} gets other tokens",
                     expected=f"outputs {here}",
@@ -141,7 +141,7 @@ def same_outputs(**fields: Any) -> Compare:
             if not other.cut_short and not request.live:
                 twin = other.requests[rid]
                 if not twin.live and twin.state is not request.state:
-                    other.report(
+                    run.report(
                         "DET-2",
                         f"with {changed}, {rid} is {twin.state.value}; without, it is {request.state.value}",
                         expected=request.state.value,
@@ -197,7 +197,7 @@ OTHER_SCHEDULE = Scenario(
         varied("fewer-places", held=4, max_num_seqs=1),
         varied("in-flight", held=4, pipeline_depth=2),
         varied("in-flight-tight", held=1.5, pipeline_depth=2),
-        varied("swap", held=1.5, preemption_mode="swap", num_swap_blocks=256),
+        varied("swap", held=1.5, preemption_mode="swap", num_swap_blocks=HOST_BLOCKS),
     ],
 )
 

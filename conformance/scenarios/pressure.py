@@ -7,7 +7,7 @@ from typing import Any
 
 from conformance.ledger import RequestState
 from conformance.operations import Add, Drain, Operation, Step
-from conformance.scenarios.base import Build, Case, Scenario, Setting
+from conformance.scenarios.base import HOST_BLOCKS, Build, Case, Scenario, Setting
 from conformance.scenarios.bench import Script
 from conformance.scenarios.capacity import SHAPES
 from conformance.session import Session
@@ -35,7 +35,7 @@ def oversubscribed(shape: str, share: float, *, prompts: Sequence[int] = (4, 4, 
         setting.need(**fields)
         setting.choose(max_num_seqs=4)
         if fields.get("preemption_mode") == "swap":
-            setting.choose(num_swap_blocks=256)
+            setting.choose(num_swap_blocks=HOST_BLOCKS)
         if fields.get("enable_chunked_prefill"):
             setting.choose(max_num_batched_tokens=max(8, setting.config.max_num_seqs))
         typical = setting.typical()
@@ -121,7 +121,7 @@ def newcomers_while_somebody_is_out(*, priority: bool = False, swap: bool = Fals
         setting.need(scheduling_policy="priority" if priority else "fcfs")
         if swap:
             setting.need(preemption_mode="swap")
-            setting.choose(num_swap_blocks=256)
+            setting.choose(num_swap_blocks=HOST_BLOCKS)
         setting.choose(max_num_seqs=6)
         adds = [setting.typical(priority=number if priority else 0) for number in range(3)]
         tight_pool(setting, adds, 0.7)

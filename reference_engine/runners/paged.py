@@ -72,8 +72,8 @@ class PagedRunner:
     reading such a slot raises `PoisonedReadError`; a number is read like any KV and spoils the tokens. The
     runner trusts the plan in everything else: ownership is not checked, and bounds only by Python and torch.
 
-    Sampling is greedy, except that sequence ``s`` of a request with n > 1 begins with the (s+1)-th best token:
-    else all n would be alike. ``smallest_gap`` is the smallest difference of two logits that decided a token;
+    Sampling is greedy, except that sequence ``s`` of a request with n > 1 begins with the (s+1)-th best
+    token: else all n would be alike. ``smallest_gap`` is the smallest difference of two logits that decided a token;
     where it is far above the rounding error, the same sums in another order give the same tokens.
 
     Raises ValueError when the model and the engine disagree on the sliding window.

@@ -68,9 +68,9 @@ def test_the_second_distribution_of_an_engine_will_do(monkeypatch: pytest.Monkey
 
 def test_an_unknown_name_is_told_the_forms_and_the_known_names() -> None:
     with pytest.raises(EngineNotFound) as caught:
-        load("refrence")
+        load("sample-engine")
     said = str(caught.value)
-    assert said.startswith("no engine 'refrence': expected a built-in name, an entry point")
+    assert said.startswith("no engine 'sample-engine': expected a built-in name, an entry point")
     assert "known names: reference, vllm-v0, smol-vllm" in said
 
 

@@ -66,7 +66,7 @@ def test_an_entry_may_be_about_a_variant() -> None:
 MISTAKES = [
     ("[[known]]", "[[known", "not valid TOML"),
     ("[[known]]", "[known]", "known must be an array of tables"),
-    ("[[known]]", "[[knwon]]", "unknown key 'knwon'"),
+    ("[[known]]", "[[wellknown]]", "unknown key 'wellknown'"),
     ('requirement = "PRE-7"', "", "entry 1: Object missing required field `requirement`"),
     ("PRE-7", "PRE-77", "entry 1 (PRE-77): no such requirement in the contract"),
     ("paged-*", "pagd-*", "cases: 'full-batch/pagd-*' names no case"),

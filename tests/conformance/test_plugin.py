@@ -129,7 +129,7 @@ def test_a_red_smoke_test_is_said_once_and_nothing_is_judged(user: User, pyteste
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--engine", "refrence"], "no engine 'refrence': expected a built-in name"),
+        (["--engine", "sample-engine"], "no engine 'sample-engine': expected a built-in name"),
         (["--kv-set", "num_block=3"], "num_block=3: no such field"),
         (["--kv-expectations", "none.toml"], "none.toml: cannot be read"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from conformance.protocol import EncoderItem, EngineConfig, Snapshot, Usage
+from conformance.protocol import EncoderItem, EngineConfig, Request, Usage
 
 from .clean import Job, Miniature
 from .clean import Sequence as JobSequence
@@ -104,9 +104,6 @@ class KeepsBlockOfFinished(Miniature):
         if self.pool.free:
             self.reserved.append(self.pool.free.pop())
 
-    def capabilities_reserved(self) -> int:
-        return 0
-
 
 class ResetLeavesCached(Miniature):
     """Says that the prefix cache is reset and keeps the blocks cached, where nobody can hit or free them."""
@@ -201,5 +198,5 @@ class AcceptsOversizedItem(Miniature):
 
     breaks = "ENC-1"
 
-    def refusal(self, request):  # type: ignore[no-untyped-def]
+    def refusal(self, request: Request) -> str:
         return "" if request.encoder_items else super().refusal(request)

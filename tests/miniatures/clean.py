@@ -230,6 +230,14 @@ class Miniature:
         self.steps += 1
         self.budget = self.config.max_num_batched_tokens
         self.rows: list[tuple[Job, Sequence, SequencePlan]] = []
+        self.make_plan()
+        if self.rows:
+            self.in_flight[self.plan.step] = self.rows
+        self.plan.encoder_freed, self.plan.encoder_run = self.encoder.take_orders()
+        return self.plan
+
+    def make_plan(self) -> None:
+        """Who runs goes on, in order; who waits comes in unless somebody had to go."""
         for job in list(self.running):
             if job in self.running and not self.go_on(job):
                 break
@@ -237,10 +245,6 @@ class Miniature:
             self.add_drafts()
             self.swap_in()
             self.admit()
-        if self.rows:
-            self.in_flight[self.plan.step] = self.rows
-        self.plan.encoder_freed, self.plan.encoder_run = self.encoder.take_orders()
-        return self.plan
 
     def go_on(self, job: Job) -> bool:
         """Run a running job on, preempting from the end of the running set; False: wait for blocks to come."""
@@ -543,3 +547,12 @@ class Miniature:
 
     def close(self) -> None:
         self.jobs.clear()
+
+
+class PrefillsFirst(Miniature):
+    """As clean as the other, under another policy: a step that can admit somebody runs only whom it admits."""
+
+    def make_plan(self) -> None:
+        self.admit()
+        if not self.plan.sequences:
+            super().make_plan()

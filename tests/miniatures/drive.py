@@ -9,14 +9,15 @@ from conformance.operations import Abort, AbortEnded, Add, Drain, Operation, Res
 from conformance.protocol import ConfigRefused, EngineConfig
 from conformance.session import Session, Violation
 
-from .clean import Miniature
+from .clean import Miniature, PrefillsFirst
 
 Factory = Callable[[EngineConfig], Miniature]
 
 
 def caught(broken: type[Miniature], config: EngineConfig, *operations: Operation) -> Violation:
     """The first violation of ``broken``, which must be of the requirement it breaks; the clean engine has none."""
-    assert violations(Miniature, config, operations) == []
+    for clean in (Miniature, PrefillsFirst):
+        assert violations(clean, config, operations) == []
     found = violations(broken, config, operations)
     assert found, f"{broken.__name__} went unnoticed"
     assert found[0].requirement == broken.breaks, "\n".join(map(str, found))

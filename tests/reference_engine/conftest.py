@@ -108,6 +108,8 @@ class Driver:
                 assert self.pool.refs[block] == 1, "a block that is written has one holder"
                 self._device[block, position % size] = _content(sequence, tokens, position)
         assert budget <= config.max_num_batched_tokens
+        victims = {preemption.request for preemption in plan.preempted}
+        assert not any(sequence.request in victims for sequence, _, _, _ in plan.sequences)
         self.num_tokens += budget
         for sequence, first, num_tokens, _ in plan.sequences:
             tokens = self._tokens[_key(sequence)]

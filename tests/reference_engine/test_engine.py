@@ -221,16 +221,24 @@ def test_the_watermark_is_left_free_by_admissions_and_used_by_growth(drive: Call
     driver.drain()
 
 
-def test_lookahead_slots_come_from_what_is_left_and_end_with_the_sequence(drive: Callable[..., Any]) -> None:
-    driver = drive(num_blocks=4, max_model_len=16, num_lookahead_slots=5)
+@pytest.mark.parametrize("check", ["exact", "touched"])
+def test_lookahead_slots_end_with_the_sequence(drive: Callable[..., Any], check: str) -> None:
+    driver = drive(num_lookahead_slots=12, append_check=check)
     driver.add("alone", 3, 4)
     driver.step()
-    assert len(driver.tables["alone", 0]) == 2  # positions 0 to 5 can be computed, slots 6 and 7 never
-    driver.drain()
-    driver = drive(num_blocks=4, max_model_len=16, num_lookahead_slots=8)
-    driver.add("old", 7, 9)
-    driver.add("young", 7, 9, arrival=1)
     driver.step()
+    assert len(driver.tables["alone", 0]) == 2  # positions 0 to 5 can be computed, and no more
+    driver.drain()
+
+
+def test_lookahead_slots_come_from_what_is_left(drive: Callable[..., Any]) -> None:
+    driver = drive(num_blocks=5, max_model_len=16, num_lookahead_slots=8)
+    driver.add("old", 3, 13)
+    driver.add("young", 3, 2, arrival=1)
+    driver.step()
+    assert [len(driver.tables[name, 0]) for name in ("old", "young")] == [3, 1]
+    driver.add("next", 4, 1, arrival=2)
+    assert driver.step().sequences[0].sequence.request.request_id == "next"
     assert not driver.preempted
     driver.drain()
 
@@ -327,6 +335,29 @@ def test_nobody_is_preempted_while_a_step_in_flight_uses_its_blocks(drive: Calla
     assert ("young", 0) in in_flight
     assert driver.preempted == ["young"]
     driver.drain()
+
+
+def test_nobody_is_preempted_while_blocks_come_free_with_a_step_in_flight(drive: Callable[..., Any]) -> None:
+    driver = drive(num_blocks=3, max_model_len=8, pipeline_depth=2)
+    driver.add("stops", 2, 5, stop_token=1)
+    driver.add("old", 3, 5, arrival=1)
+    driver.add("young", 2, 5, arrival=2)
+    engine = driver.engine
+
+    def scheduled() -> list[str]:
+        plan = engine.schedule()
+        assert not plan.preempted
+        return [s.sequence.request.request_id for s in plan.sequences]
+
+    everybody = ["stops", "old", "young"]
+    assert scheduled() == everybody
+    assert scheduled() == everybody
+    engine.commit(0, {(name, 0): 9 for name in everybody})
+    assert scheduled() == ["stops"]  # the next needs a block, and the victim is in flight
+    engine.commit(1, {("stops", 0): 1, ("old", 0): 9, ("young", 0): 9})
+    assert scheduled() == []  # the victim is at rest, but a block is about to come free
+    engine.commit(2, {("stops", 0): 9})
+    assert scheduled() == ["old", "young"]
 
 
 def test_a_step_in_flight_still_reads_what_leaves_the_window(drive: Callable[..., Any]) -> None:

@@ -10,7 +10,8 @@ import pytest
 from reference_engine.append_check import APPEND_CHECKS, exact_blocks, one_block_each, touched_blocks
 from reference_engine.block_manager import BlockManager
 from reference_engine.config import EngineConfig
-from reference_engine.request import Request
+from reference_engine.request import Request, Status
+from reference_engine.scheduler import Plan, Preemption
 
 BRIM = {"block_size": 64, "max_model_len": 64, "max_num_batched_tokens": 256}
 """One block holds a whole sequence, as on a device with a fixed batch."""
@@ -45,6 +46,12 @@ def test_the_heuristics_preempt_every_other_step_without_a_spare_block(drive: Ca
 @pytest.mark.parametrize(("num_blocks", "victims"), [(4, {"r2", "r3"}), (5, {"r3"}), (6, set())])
 def test_the_strict_check_needs_two_spare_blocks(drive: Callable[..., Any], num_blocks: int, victims: set[str]) -> None:
     assert set(at_the_brim(drive, num_blocks, "strict").preempted) == victims
+
+
+@pytest.mark.parametrize("check", ["touched", "strict"])
+def test_a_victim_does_not_come_back_in_the_same_step(drive: Callable[..., Any], check: str) -> None:
+    driver = at_the_brim(drive, 4, check, enable_chunked_prefill=True)
+    assert driver.preempted  # the driver sees to it that no plan runs its own victim
 
 
 def test_with_one_block_every_token_is_a_prefill(drive: Callable[..., Any]) -> None:
@@ -191,6 +198,39 @@ def test_blocks_shared_by_a_fork_are_swapped_once(drive: Callable[..., Any]) -> 
     assert len(sources) == len(set(sources)) == 4  # two full blocks of the prompt, one of its own for each
     driver.drain()
     assert len(driver.finished["pair"].outputs) == 2
+
+
+def test_a_swapped_fork_waits_for_the_copies_it_must_make_at_once(drive: Callable[..., Any]) -> None:
+    driver = drive(num_blocks=4, max_model_len=16, preemption_mode="swap", num_swap_blocks=4)
+    driver.add("old", 4, 6)
+    driver.add("pair", 6, 2, n=2, arrival=1)
+    driver.step()
+    plan = driver.step()  # the last free block goes to the older one, and the fork has a shared block to copy
+    assert [(p.request.request_id, p.mode, p.blocks_counted) for p in plan.preempted] == [("pair", "swap", 1)]
+    assert driver.pool.available == 2  # enough for what was swapped out, not for the copy
+    driver.drain()
+    assert list(driver.finished) == ["old", "pair"]
+
+
+def test_a_swapped_fork_comes_back_whole(drive: Callable[..., Any]) -> None:
+    driver = drive(
+        num_blocks=16,
+        max_num_batched_tokens=2,
+        enable_chunked_prefill=True,
+        preemption_mode="swap",
+        num_swap_blocks=8,
+    )
+    driver.add("pair", 2, 6, n=2, arrival=1)
+    driver.step()
+    driver.step()
+    scheduler, pair = driver.engine.scheduler, driver.engine.requests["pair"]
+    scheduler._preempt(Plan(99), Preemption(pair, "recompute", 0, 0, pair))
+    assert pair.status is Status.SWAPPED
+    driver.add("old", 1, 3)
+    # The older one leaves one token of the budget, and the fork waits until there are two.
+    names = [[s.sequence.request.request_id for s in driver.step().sequences] for _ in range(4)]
+    assert names == [["old"], ["old"], ["old"], ["pair", "pair"]]
+    driver.drain()
 
 
 def test_a_preempted_fork_is_prefilled_sequence_by_sequence(drive: Callable[..., Any]) -> None:

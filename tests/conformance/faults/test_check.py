@@ -14,8 +14,10 @@ from conformance.requirements import load as load_requirements
 from conformance.results import CheckReport, CheckResult
 from conformance.scenarios import CaseOutcome
 from conformance.settings import parse_settings
+from conformance.watchdog import Watchdog
 
-from .engines import FAULTS, Faulty, MixesUpTokens
+from .engines import FAULTS, Faulty
+from .scheduling import MixesUpTokens
 from .test_detection import FaultySource
 
 PER_SEQUENCE = ["engine_options.append_check=touched"]
@@ -182,6 +184,20 @@ class AdapterGivesUp(Faulty):
         if len(self.live) > 1:
             raise AdapterError("this release is unknown to me")
         return super().schedule()
+
+
+class HangsWithCompany(Faulty):
+    def schedule(self) -> StepPlan:
+        while len(self.live) > 3:
+            pass
+        return super().schedule()
+
+
+def test_an_engine_that_hangs_is_a_finding() -> None:
+    watchdog = Watchdog(call_seconds_max=0.2)
+    row = check(FaultySource(HangsWithCompany), requirements=["PRE-4", "PRG-8"], watchdog=watchdog).results[0]
+    assert (row.requirement, row.status) == ("PRG-8", "fail")
+    assert "schedule raised EngineHung" in row.reason
 
 
 def test_an_adapter_at_fault_is_an_error() -> None:

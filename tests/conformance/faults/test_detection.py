@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.check import check
-from conformance.engines import EngineSource
+from conformance.check import check, rejudge
+from conformance.engines import EngineSource, load
 from conformance.protocol import Engine, EngineConfig
-from conformance.requirements import load
+from conformance.requirements import load as load_requirements
 from conformance.results import CheckResult
 
 from .engines import FAULTS, Faulty
 
-ENGINE_REQUIREMENTS = [row.id for row in load().values() if row.layer == "engine"]
+ENGINE_REQUIREMENTS = [row.id for row in load_requirements().values() if row.layer == "engine"]
 
 
 class FaultySource(EngineSource):
@@ -47,6 +47,17 @@ def test_an_engine_that_breaks_it_fails(requirement: str) -> None:
     assert result.status == "fail", result.reason
     assert result.trace is not None
     assert [finding.requirement for finding in result.trace.footer.violations] == [requirement]
+
+
+@pytest.mark.parametrize("requirement", ENGINE_REQUIREMENTS)
+def test_the_trace_of_a_failure_fails_again_and_holds_on_a_right_engine(requirement: str) -> None:
+    source = FaultySource(FAULTS[requirement])
+    trace = check(source, requirements=[requirement]).results[0].trace
+    assert trace is not None
+    again = rejudge(source.factory, trace)
+    assert again.status == "FAILED", again.reason
+    if requirement != "ENC-1":  # the reference engine has no encoder cache
+        assert rejudge(load("reference").factory, trace).status == "FIXED"
 
 
 @pytest.mark.parametrize("requirement", ["ACC-10", "CCH-1", "CCH-2", "FAIR-1", "LIM-1", "LIM-2", "PRE-6", "PRG-7"])
