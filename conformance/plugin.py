@@ -24,7 +24,7 @@ _MARKERS = (
     "slow: takes more than about ten seconds",
 )
 _REPORT_ATTRIBUTE = "kvconform_verdict"
-_LETTERS = {"fail": "red", "error": "red", "stale": "red", "known": "yellow", "pass": "green"}
+_COLOURS = {"fail": "red", "error": "red", "stale": "red", "known": "yellow", "pass": "green"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -144,7 +144,7 @@ class _Collector:
         terminalreporter.section("contract")
         terminalreporter.line(engine_line(self._encoded[0]))
         for row in results:
-            colour = _LETTERS.get(row.status, "cyan")
+            colour = _COLOURS.get(row.status, "cyan")
             terminalreporter.write(f"{row.status:<11} ", **{colour: True})
             terminalreporter.write(f"{row.requirement:<7} {row.level:<6} {row.title}")
             terminalreporter.line(f": {row.reason}" if row.reason else "")

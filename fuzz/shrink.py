@@ -326,6 +326,6 @@ def _weight(operation: Operation) -> int:
 
 def _config_weight(config: EngineConfig) -> int:
     default = EngineConfig()
-    switches = sum(getattr(config, name) != getattr(default, name) for name in _SWITCHES)
-    sizes: int = sum(getattr(config, name) for name in _SIZES)
+    switches = sum(bool(getattr(config, name) != getattr(default, name)) for name in _SWITCHES)
+    sizes = sum(int(getattr(config, name)) for name in _SIZES)
     return 1000 * (switches + len(config.engine_options)) + sizes

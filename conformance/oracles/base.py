@@ -26,7 +26,7 @@ class Oracle:
         self.report = report
 
     @classmethod
-    def concerns(cls, config: EngineConfig) -> bool:
+    def concerns(cls, config: EngineConfig) -> bool:  # noqa: ARG003 - for those who have something to say
         """Whether the oracle has anything to judge under ``config``; what it does not concern costs nothing."""
         return True
 
@@ -55,4 +55,4 @@ class Oracle:
         """The prefix cache was asked to reset; ``done`` is the engine's answer."""
 
     def audit(self, snapshot: Snapshot, usage: Usage) -> None:
-        """The engine shows its whole books, and its figures at that moment: every so often, when idle, and at the end."""
+        """The engine shows its whole books and its figures: every so often, when idle, and at the end."""

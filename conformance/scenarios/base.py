@@ -95,10 +95,13 @@ class Setting:
 
     def sequence_blocks(self) -> None:
         """One block holds a whole sequence, as on devices without paging."""
-        size = self.base.block_size if "block_size" in self.pinned else SEQUENCE_BLOCK_TOKENS
-        length = self.base.max_model_len if "max_model_len" in self.pinned else size
-        self.require(size >= length, f"block_size is pinned to {size}, this case needs max_model_len = {length}")
-        self.need(block_size=max(size, length), max_model_len=length)
+        size, length = self.base.block_size, self.base.max_model_len
+        if "max_model_len" not in self.pinned:
+            length = size if "block_size" in self.pinned else SEQUENCE_BLOCK_TOKENS
+        if "block_size" not in self.pinned:
+            size = length
+        self.require(size >= length, f"a block of {size} does not hold a sequence of max_model_len = {length}")
+        self.choose(block_size=size, max_model_len=length)
 
     @property
     def span(self) -> int:
@@ -112,6 +115,7 @@ class Setting:
     def pool(self, blocks: int) -> None:
         """Choose a pool of ``blocks`` that can serve requests: reserved ones and the watermark come on top."""
         config = self.config
+        self.require(config.watermark < 1, f"watermark = {config.watermark} withholds every pool")
         total = blocks + self.reserve
         while total - self.reserve - int(config.watermark * total) < blocks:
             total += 1

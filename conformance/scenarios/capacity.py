@@ -29,9 +29,9 @@ def full_batch(shape: Shape, num_seqs: int, spare_blocks: int) -> Build:
 
     def build(setting: Setting) -> Sequence[Operation]:
         shape(setting)
-        setting.choose(max_num_seqs=num_seqs)
         if num_seqs == 1:
             setting.need(max_num_seqs=1)
+        setting.choose(max_num_seqs=num_seqs)
         add = setting.typical()
         setting.pool(num_seqs * setting.full_blocks(add) + spare_blocks)
         return [add] * _held_at_full_length(setting, add) + [Drain()]

@@ -195,7 +195,7 @@ def make(config):
 """
 
 
-def command(tmp_path: Path, *words: str) -> list[str]:
+def command(*words: str) -> list[str]:
     program = "import sys; from kvconform.cli import main; main(sys.argv[1:])"
     return [sys.executable, "-c", program, *words]
 
@@ -208,7 +208,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def test_an_engine_that_hangs_is_a_finding_with_its_trace(tmp_path: Path) -> None:
     (tmp_path / "endless.py").write_text(ENDLESS, encoding="utf-8")
     done = subprocess.run(
-        command(tmp_path, "fuzz", "endless:make", "--steps=50", "--call-seconds=0.2", "--requirement=PRG-8"),
+        command("fuzz", "endless:make", "--steps=50", "--call-seconds=0.2", "--requirement=PRG-8"),
         cwd=tmp_path,
         env=environment(tmp_path),
         capture_output=True,
@@ -223,7 +223,7 @@ def test_an_engine_that_hangs_is_a_finding_with_its_trace(tmp_path: Path) -> Non
 
 def test_interrupting_keeps_what_was_found(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        command(tmp_path, "fuzz", "reference", TOUCHED, "--steps=100000000"),
+        command("fuzz", "reference", TOUCHED, "--steps=100000000"),
         cwd=tmp_path,
         env=environment(tmp_path),
         stdout=subprocess.PIPE,

@@ -81,6 +81,8 @@ def test_readers_see_what_the_naive_model_sees(
                 mismatch = shadow.verify(readers[number], table, nodes, start, end)
                 wrong = naive.first_wrong(table, nodes, start, end)
                 assert (None if mismatch is None else mismatch.position) == wrong
+            case _:
+                raise AssertionError(action)
     for block in range(BLOCKS):
         assert shadow.content(block) == naive.block(naive.device, block)
 

@@ -9,15 +9,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from conformance.adapters.reference import ReferenceAdapter, make
-from conformance.operations import Add, Operation, Step
 from conformance.protocol import EngineConfig
-from conformance.token_model import VOCABULARY_SIZE, request_from
 from reference_engine import config as core
 from reference_engine.block_pool import NULL_BLOCK
 from reference_engine.engine import Engine
 from reference_engine.request import Request
 from reference_engine.scheduler import Plan
+from workloads import arrivals_of, core_config, random_operations
 
 torch: Any = pytest.importorskip("torch", reason="the paged runner needs the extra `torch`")
 for library in ("transformers.models.llama.modeling_llama", "transformers.models.mistral.modeling_mistral"):
@@ -36,7 +34,7 @@ torch.set_num_threads(1)
 
 WINDOW = 7
 LEAST_GAP = 1e-3
-"""Logits are a few hundred times smaller than 1 / the rounding of float32, in which the norms are computed."""
+"""Logits are of the order of 50 and, as the norms round to float32, right to about 1e-5."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +57,7 @@ class Scenario(NamedTuple):
     must_see: set[str]
 
 
-SMALL = {"num_blocks": 10, "block_size": 4, "max_num_seqs": 5, "max_num_batched_tokens": 32, "max_model_len": 28}
+SMALL: dict[str, Any] = {"num_blocks": 10, "block_size": 4, "max_num_seqs": 5, "max_num_batched_tokens": 32, "max_model_len": 28}
 
 
 def scenario(*must_see: str, **fields: Any) -> Scenario:
@@ -99,54 +97,6 @@ SCENARIOS = {
         max_num_batched_tokens=8, preemption_mode="swap", num_swap_blocks=8,
     ),
 }  # fmt: skip
-
-
-def random_operations(random: Random, config: EngineConfig, count: int = 16) -> list[Operation]:
-    """Requests in bursts, some of two families, some with several sequences, with lengths up to the limit."""
-    limit, size = config.max_model_len, config.block_size
-    usable = config.num_blocks - (config.sliding_window is not None) - int(config.watermark * config.num_blocks)
-    operations: list[Operation] = []
-    for _ in range(count):
-        prompt_len = random.randint(1, random.choice((limit // 3, limit - 2)))
-        max_tokens = random.randint(1, limit - prompt_len + 2)
-        blocks = -(-(min(prompt_len + max_tokens, limit) - 1) // size)
-        operations.append(
-            Add(
-                prompt_len=prompt_len,
-                max_tokens=max_tokens,
-                family=random.randrange(2),
-                shared_len=random.choice((0, prompt_len, prompt_len * 2 // 3)),
-                priority=random.randrange(3),
-                n=min(random.choice((1, 1, 2, 3)), usable // blocks),
-            )
-        )
-        if random.random() < 0.6:
-            operations.append(Step(random.randint(1, 4)))
-    return operations
-
-
-def arrivals_of(operations: list[Operation]) -> list[Arrival]:
-    """The same requests, at the same steps, for the reference engine itself."""
-    arrivals: list[Arrival] = []
-    step = 0
-    for operation in operations:
-        if isinstance(operation, Step):
-            step += operation.count
-        elif isinstance(operation, Add):
-            ordinal = len(arrivals)
-            wanted = request_from(operation, ordinal)
-            request = Request(
-                wanted.request_id, wanted.prompt, wanted.max_tokens,
-                n=wanted.n, priority=wanted.priority, arrival=ordinal,
-            )  # fmt: skip
-            arrivals.append((step, request))
-    return arrivals
-
-
-def core_config(config: EngineConfig) -> core.EngineConfig:
-    adapter = make(config)
-    assert isinstance(adapter, ReferenceAdapter)
-    return adapter.config
 
 
 # ------------------------------------------------------------------------------------ what the model says alone
@@ -235,6 +185,27 @@ def test_every_request_gets_the_tokens_that_the_model_generates_alone(name: str,
         assert runner.smallest_gap > LEAST_GAP
         assert engine.blocks.pool.held == 0 == engine.blocks.host.held
         seen.end(engine, arrivals, outputs)
-    print(dict(seen))
     missing = {what for what in must_see if not seen[what]}
     assert not missing, f"the workloads never had {missing}: {dict(seen)}"
+
+
+def test_poison_shows_a_read_of_what_was_never_written(llama: Any) -> None:
+    runner = PagedRunner(llama, core_config(EngineConfig(**SMALL)))
+    runner.forward([], [Row(("a", 0), 0, [5, 6, 7, 8, 9], [3, 4])])
+    with pytest.raises(PoisonedReadError, match=r"of a, run from position 7, reads position 5 in block 4"):
+        runner.forward([], [Row(("a", 0), 7, [5], [3, 4])])
+
+
+def test_poison_shows_a_read_of_what_was_freed(llama: Any) -> None:
+    engine = Engine(core_config(EngineConfig(**SMALL)))
+    runner = PagedRunner(llama, engine.config)
+    tables: list[list[int]] = []
+    serve(engine, runner, [(0, Request("a", [5] * 9, 3))], lambda plan: tables.append(plan.sequences[0].sequence.table[:]))
+    with pytest.raises(PoisonedReadError, match="reads position 0"):
+        runner.forward([], [Row(("a", 0), 11, [5], tables[-1])])
+
+
+def test_a_model_and_an_engine_of_different_windows_are_not_put_together(llama: Any) -> None:
+    config = core_config(EngineConfig(**SMALL, sliding_window=WINDOW))
+    with pytest.raises(ValueError, match="sliding_window = 7: must be None, as in the model"):
+        PagedRunner(llama, config)

@@ -224,7 +224,9 @@ def test_a_swapped_fork_comes_back_whole(drive: Callable[..., Any]) -> None:
     driver.step()
     driver.step()
     scheduler, pair = driver.engine.scheduler, driver.engine.requests["pair"]
-    scheduler._preempt(Plan(99), Preemption(pair, "recompute", 0, 0, pair))
+    plan = Plan(99)
+    scheduler._preempt(plan, Preemption(pair, "recompute", 0, 0, pair))
+    driver._run(plan)
     assert pair.status is Status.SWAPPED
     driver.add("old", 1, 3)
     # The older one leaves one token of the budget, and the fork waits until there are two.
