@@ -99,12 +99,25 @@ def more_sequences_than_blocks(num_seqs: int, blocks: int, *, staggered: bool) -
     return build
 
 
+def chunks_smaller_than_a_block(setting: Setting) -> Sequence[Operation]:
+    """Who gives way computes less than a block at a time, and who wants the block must use it before that."""
+    setting.need(enable_chunked_prefill=True)
+    setting.choose(block_size=2 * setting.unit, max_num_seqs=4)
+    size = setting.config.block_size
+    setting.choose(max_model_len=2 * size, max_num_batched_tokens=max(size // 2, setting.config.max_num_seqs))
+    grows = setting.request(size // 2, 3 * size // 2)
+    other = setting.request(size, size // 2)
+    tight_pool(setting, [grows, other], 0.0)
+    return [grows, Step(size // 2 + 1), other, Drain()]
+
+
 TAKING_TURNS = Scenario(
     "taking-turns",
     "More requests than can be there at once, each of which fits alone",
     ("PRG-1", "PRG-4", "PRE-1"),
     [
         Case("three-outgrow-six-blocks", three_outgrow_six_blocks),
+        Case("chunks-smaller-than-a-block", chunks_smaller_than_a_block),
         Case("32-seqs-17-blocks", more_sequences_than_blocks(32, 17, staggered=False)),
         Case("8-seqs-4-blocks", more_sequences_than_blocks(8, 4, staggered=True)),
         Case("4-seqs-1-block", more_sequences_than_blocks(4, 1, staggered=False)),
@@ -143,12 +156,22 @@ def newcomers_while_somebody_is_out(*, priority: bool = False, swap: bool = Fals
     return build
 
 
+def newcomers_in_the_queue(setting: Setting) -> Sequence[Operation]:
+    """Small requests wait for a place; when somebody is thrown out there is one, and blocks for them too."""
+    setting.paged()
+    setting.choose(max_num_seqs=3)
+    adds = [setting.typical() for _ in range(setting.config.max_num_seqs)]
+    tight_pool(setting, adds, 0.7)
+    return [*adds, *[setting.request(1, 2)] * 3, Drain()]
+
+
 RETURNING = Scenario(
     "returning-before-newcomers",
     "Requests arrive while a preempted one waits to come back",
     ("PRE-4",),
     [
         Case("fcfs", newcomers_while_somebody_is_out(), sees=["preempted"]),
+        Case("in-the-queue", newcomers_in_the_queue, sees=["preempted"]),
         Case("fcfs-swap", newcomers_while_somebody_is_out(swap=True), sees=["preempted"]),
         Case("priority", newcomers_while_somebody_is_out(priority=True), sees=["preempted"]),
     ],
@@ -184,4 +207,24 @@ PRIORITY_VICTIMS = Scenario(
     ],
 )
 
-SCENARIOS = (OVERSUBSCRIBED, TAKING_TURNS, RETURNING, PRIORITY_VICTIMS)
+def victim_shares_all_it_has(setting: Setting) -> Sequence[Operation]:
+    """The least urgent request needs a block, none is free, and all of its own are shared with a more urgent one."""
+    setting.need(enable_prefix_caching=True, scheduling_policy="priority")
+    setting.choose(block_size=setting.unit, max_num_seqs=2)
+    size = setting.config.block_size
+    setting.choose(max_model_len=4 * size)
+    setting.pool(4)
+    setting.require(setting.usable == 4, f"{setting.usable} usable blocks, this case needs 4")
+    least_urgent = setting.request(2 * size, size, shared_len=2 * size, priority=1)
+    urgent = setting.request(4 * size - 1, 1, shared_len=2 * size)
+    return [least_urgent, Step(), urgent, Drain()]
+
+
+SHARED_VICTIM = Scenario(
+    "shared-victim",
+    "All blocks of whoever would be thrown out are shared",
+    ("PRE-5",),
+    [Case("least-urgent", victim_shares_all_it_has, sees=["prefix hit"])],
+)
+
+SCENARIOS = (OVERSUBSCRIBED, TAKING_TURNS, RETURNING, PRIORITY_VICTIMS, SHARED_VICTIM)
