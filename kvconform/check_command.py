@@ -60,7 +60,7 @@ def _check_one(
     out: Path,
     call_seconds: float,
 ) -> int:
-    watchdog = Watchdog(call_seconds_max=call_seconds) if call_seconds else None
+    watchdog = Watchdog(call_seconds_max=call_seconds) if call_seconds else Watchdog(0, 0)
     levels = load_requirements()
     wrapped(console, f"{source.name} {source.installed_version}".rstrip())
     if pinned:
@@ -75,8 +75,7 @@ def _check_one(
             on_result=lambda result: _print_result(console, result, source, out),
         )
     finally:
-        if watchdog is not None:
-            watchdog.stop()
+        watchdog.stop()
     return _print_summary(console, report)
 
 

@@ -10,9 +10,9 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from conformance.check import UnknownRequirement
+from conformance.check import UnknownRequirement, rejudge
 from conformance.engines import EngineNotFound, EngineSource, installed, load
-from conformance.execute import execute, replay, trace_of
+from conformance.execute import execute, trace_of
 from conformance.expectations import ExpectationsError
 from conformance.explain import explain as explanation
 from conformance.operations import Add, Drain, Operation
@@ -162,7 +162,7 @@ def replay_command(
     console = make_console()
     loaded = read_trace(trace)
     source = load(engine or loaded.header.engine)
-    result = replay(source.factory, loaded, _watchdog(call_seconds))
+    result = rejudge(source.factory, loaded, _watchdog(call_seconds))
     if result.execution.violations:
         print_violation(console, result.execution.violations[0])
     else:
@@ -187,7 +187,12 @@ def shrink(
     loaded = read_trace(trace)
     source = load(loaded.header.engine)
     watchdog = _watchdog(call_seconds)
-    result = replay(source.factory, loaded, watchdog)
+    result = rejudge(source.factory, loaded, watchdog)
+    if result.status == "FAILED" and not result.execution.violations:
+        wrapped(
+            console, f"{result.reason}: seen by comparing several runs, which cannot be shrunk; {trace} stays as it is"
+        )
+        raise typer.Exit(VIOLATED)
     if result.status != "FAILED":
         wrapped(console, f"{result.status}: {result.reason}; there is nothing to shrink")
         raise typer.Exit(HOLDS if result.status == "FIXED" else BROKEN)

@@ -111,9 +111,7 @@ def test_the_wheel_lists_every_package_and_no_other(project: dict[str, Any]) -> 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_is_typed_and_says_what_it_is_for(package: str) -> None:
     assert (ROOT / package / "py.typed").exists()
-    undescribed = [
-        path for path in modules(package) if not ast.get_docstring(ast.parse(path.read_text("utf-8")))
-    ]
+    undescribed = [path for path in modules(package) if not ast.get_docstring(ast.parse(path.read_text("utf-8")))]
     assert undescribed == []
 
 
@@ -138,13 +136,9 @@ def test_the_reference_engine_needs_only_the_standard_library() -> None:
 # ----------------------------------------------------------------------------------------------- declarations
 
 
-def test_the_matrix_of_tox_is_that_of_the_classifiers(
-    project: dict[str, Any], tox: configparser.ConfigParser
-) -> None:
+def test_the_matrix_of_tox_is_that_of_the_classifiers(project: dict[str, Any], tox: configparser.ConfigParser) -> None:
     prefix = "Programming Language :: Python :: 3."
-    declared = [
-        line.removeprefix(prefix) for line in project["project"]["classifiers"] if line.startswith(prefix)
-    ]
+    declared = [line.removeprefix(prefix) for line in project["project"]["classifiers"] if line.startswith(prefix)]
     listed = re.findall(r"\bpy3(\d+)\b", tox["tox"]["env_list"])
     assert listed == declared
     assert project["project"]["requires-python"] == f">=3.{declared[0]}"

@@ -118,9 +118,7 @@ def test_an_id_is_never_used_twice() -> None:
 
 
 def test_all_mistakes_are_reported_at_once() -> None:
-    said = message(
-        ONE.replace('since = "1"', 'since = "0"').replace("design", "").replace('"kvconform "', '""')
-    )
+    said = message(ONE.replace('since = "1"', 'since = "0"').replace("design", "").replace('"kvconform "', '""'))
     assert said.count("contract.toml: requirement ACC-1: ") == 2
 
 
@@ -139,14 +137,10 @@ def test_write_then_check_agrees(tmp_path: Path) -> None:
     assert requirements.main(["--check", str(page)]) == 0
 
 
-def test_check_shows_the_difference_and_the_remedy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_shows_the_difference_and_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "requirements.md"
     requirements.main(["--write", str(page)])
-    page.write_text(
-        page.read_text(encoding="utf-8").replace("| MUST | Conservation |", "| MAY | Conservation |")
-    )
+    page.write_text(page.read_text(encoding="utf-8").replace("| MUST | Conservation |", "| MAY | Conservation |"))
     assert requirements.main(["--check", str(page)]) == 1
     said = capsys.readouterr().err
     assert "-| [ACC-1](#acc-1-conservation) | MAY |" in said

@@ -44,6 +44,7 @@ class CachingOracle(Oracle):
         if self._fresh is None:
             return
         size = self.ledger.block_size
+        self._fresh.update(move.dst for move in facts.plan.moves if move.kind in {"copy", "swap_in"})
         for row in facts.rows:
             table = row.tables[0]
             if row.record.computed == 0 and row.plan.first:

@@ -207,6 +207,7 @@ PRIORITY_VICTIMS = Scenario(
     ],
 )
 
+
 def victim_shares_all_it_has(setting: Setting) -> Sequence[Operation]:
     """The least urgent request needs a block, none is free, and all of its own are shared with a more urgent one."""
     setting.need(enable_prefix_caching=True, scheduling_policy="priority")
@@ -216,7 +217,7 @@ def victim_shares_all_it_has(setting: Setting) -> Sequence[Operation]:
     setting.pool(4)
     setting.require(setting.usable == 4, f"{setting.usable} usable blocks, this case needs 4")
     least_urgent = setting.request(2 * size, size, shared_len=2 * size, priority=1)
-    urgent = setting.request(4 * size - 1, 1, shared_len=2 * size)
+    urgent = setting.request(4 * size - 2, 2, shared_len=2 * size)
     return [least_urgent, Step(), urgent, Drain()]
 
 

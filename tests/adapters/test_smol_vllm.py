@@ -142,9 +142,7 @@ def test_an_engine_that_does_not_come_back_is_unwound(monkeypatch: pytest.Monkey
             pass
 
     monkeypatch.setattr(engine._engine.scheduler, "schedule", spin)
-    monkeypatch.setattr(
-        engine._stage, "_wait", lambda: spinning.wait() and (_ for _ in ()).throw(TimeoutError)
-    )
+    monkeypatch.setattr(engine._stage, "_wait", lambda: spinning.wait() and (_ for _ in ()).throw(TimeoutError))
     with pytest.raises(TimeoutError):
         engine.schedule()
     engine.close()
@@ -184,7 +182,5 @@ def test_its_absent_limits_are_not_held_against_it() -> None:
         (EngineConfig(num_blocks=4, block_size=1, max_num_seqs=2), [Add(1, 2), Add(1, 2)], "KV-1"),
     ],
 )
-def test_its_known_faults_are_seen(
-    config: EngineConfig, operations: list[Operation], requirement: str
-) -> None:
+def test_its_known_faults_are_seen(config: EngineConfig, operations: list[Operation], requirement: str) -> None:
     assert requirement in {violation.requirement for violation in run(config, *operations)}

@@ -32,9 +32,7 @@ from conformance.adapters.vllm_v0 import VllmV0Engine, make
 
 pytestmark = pytest.mark.filterwarnings("default")  # importing these releases warns
 
-ADAPTER_FAULTS = frozenset(
-    {"ACC-1", "ACC-2", "ACC-4", "ACC-5", "ACC-10", "LIM-1", "LIM-2", "LIM-3", "PRG-5", "PRG-8"}
-)
+ADAPTER_FAULTS = frozenset({"ACC-1", "ACC-2", "ACC-4", "ACC-5", "ACC-10", "LIM-1", "LIM-2", "LIM-3", "PRG-5", "PRG-8"})
 """What an adapter that misreports would be seen by, where the engine is right."""
 
 
@@ -119,9 +117,7 @@ def test_lookahead_is_part_of_the_arithmetic() -> None:
     assert (victim.blocks_counted, victim.blocks_free) == (3, 2)
 
 
-def test_a_forked_request_shares_its_prompt_and_copies_before_it_writes(
-    release: Release, manager: str
-) -> None:
+def test_a_forked_request_shares_its_prompt_and_copies_before_it_writes(release: Release, manager: str) -> None:
     if not release.forks_in_engine:
         pytest.skip(f"vLLM {release.version} samples in parallel above the engine")
     engine = make(config_of(manager))
@@ -208,9 +204,7 @@ def test_an_abort_between_the_two_halves_of_a_step(manager: str) -> None:
 
 
 def test_refusals_are_in_the_words_of_vllm(manager: str) -> None:
-    with pytest.raises(
-        ConfigRefused, match=r"max_num_batched_tokens \(16\) is smaller than max_model_len \(32\)"
-    ):
+    with pytest.raises(ConfigRefused, match=r"max_num_batched_tokens \(16\) is smaller than max_model_len \(32\)"):
         make(config_of(manager, max_num_batched_tokens=16))
     with pytest.raises(ConfigRefused, match=r"(?i)prefix caching is not supported with sliding window"):
         make(config_of(manager, enable_prefix_caching=True, sliding_window=8))
@@ -287,9 +281,7 @@ def random_operations(rng: random.Random, features: frozenset[str]) -> list[Oper
 
 
 @pytest.mark.parametrize("features", [(), ("prefix",), ("chunked",), ("fork",), ("lookahead",), ("window",)])
-def test_random_workloads_under_an_ample_pool(
-    release: Release, manager: str, features: tuple[str, ...]
-) -> None:
+def test_random_workloads_under_an_ample_pool(release: Release, manager: str, features: tuple[str, ...]) -> None:
     if "fork" in features and not release.forks_in_engine:
         pytest.skip(f"vLLM {release.version} samples in parallel above the engine")
     if "lookahead" in features and manager == "v1":

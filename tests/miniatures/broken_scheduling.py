@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from conformance.protocol import CommitResult, Request, Sampled, SequenceKey
 
-from .clean import Job, Miniature, PrefillsFirst, Sequence
+from .clean import Job, Miniature, Sequence
 
 # -- limits ----------------------------------------------------------------------------------------------
 
@@ -102,18 +102,6 @@ class ParksTheImpossible(Miniature):
 
     def refusal(self, request: Request) -> str:
         return ""
-
-
-class ReadmitsBeforeItRuns(PrefillsFirst):
-    """Ends the pass at a preemption, and admits the victim again before anybody has used the block it gave.
-
-    Modelled on the cycle of preemption and prefill in aws-neuron/upstreaming-to-vllm PR 17.
-    """
-
-    breaks = "PRG-4"
-
-    def go_on(self, job: Job) -> bool:
-        return super().go_on(job) and not self.plan.preempted
 
 
 class CrossesTokens(Miniature):
@@ -235,15 +223,6 @@ class AdmitsBeforeThePreempted(Miniature):
         super().preempt(job, need, asked_by)
         self.waiting.remove(job)
         self.waiting.append(job)
-
-
-class PreemptsForNothing(PrefillsFirst):
-    """Preempts whoever is last, its blocks all shared or not. Modelled on vLLM #49674, victims that free nothing."""
-
-    breaks = "PRE-5"
-
-    def victim(self, job: Job) -> Job:
-        return self.running[-1]
 
 
 # -- fairness --------------------------------------------------------------------------------------------

@@ -375,7 +375,8 @@ class Miniature:
         return self.admission_need(job) + self.watermark <= self.pool.available
 
     def admission_need(self, job: Job) -> int:
-        need, cached = 0, set()
+        need = 0
+        cached: set[int] = set()
         for sequence in job.live:
             hits = self.hits(job, sequence)
             need += self.table_length(sequence.length) - len(hits)
@@ -400,9 +401,10 @@ class Miniature:
         )
         self.preemptions += 1
         if swap:
-            for block in held:
-                held[block] = self.host_free.pop(0)
-                self.plan.moves.append(BlockMove("swap_out", block, held[block]))
+            for block in list(held):
+                host = self.host_free.pop(0)
+                held[block] = host
+                self.plan.moves.append(BlockMove("swap_out", block, host))
         self.running.remove(job)
         self.enqueue(self.swapped if swap else self.waiting, job)
         for sequence in job.sequences:
@@ -427,14 +429,14 @@ class Miniature:
             if not ready or not room or (need > self.pool.available and not alone):
                 return
             self.enqueue(self.running, self.swapped.pop(0))
-            for host in blocks:
-                blocks[host] = self.pool.take()
-                self.plan.moves.append(BlockMove("swap_in", host, blocks[host]))
+            taken = {host: self.pool.take() for host in blocks}
+            for host, block in taken.items():
+                self.plan.moves.append(BlockMove("swap_in", host, block))
                 self.host_free.append(host)
             for sequence in job.sequences:
-                sequence.table = [self.pool.share(blocks[host]) for host in sequence.host]
+                sequence.table = [self.pool.share(taken[host]) for host in sequence.host]
                 sequence.host = []
-            for block in blocks.values():
+            for block in taken.values():
                 self.pool.release(block)
             for sequence in job.live:
                 self.run(job, sequence)

@@ -67,7 +67,9 @@ def random_operations(rng: random.Random, count: int, config: EngineConfig) -> l
             operations.append(
                 Add(
                     prompt_len=prompt_len,
-                    max_tokens=rng.choice([rng.randint(1, 8), config.max_model_len, rng.randint(1, config.max_model_len)]),
+                    max_tokens=rng.choice(
+                        [rng.randint(1, 8), config.max_model_len, rng.randint(1, config.max_model_len)]
+                    ),
                     family=rng.randint(0, 1),
                     shared_len=rng.choice([0, prompt_len, prompt_len, rng.randint(0, prompt_len)]),
                     priority=rng.randint(0, 2),

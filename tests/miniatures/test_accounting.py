@@ -102,9 +102,7 @@ def test_a_block_kept_by_a_preempted_request_is_reported() -> None:
 
 
 def test_a_postponed_admission_that_takes_blocks_is_reported() -> None:
-    config = EngineConfig(
-        num_blocks=6, block_size=4, max_num_seqs=2, max_model_len=24, enable_prefix_caching=True
-    )
+    config = EngineConfig(num_blocks=6, block_size=4, max_num_seqs=2, max_model_len=24, enable_prefix_caching=True)
     first, again = Add(9, 1, family=1, shared_len=9), Add(20, 2, family=1, shared_len=9)
     found = caught(broken.PinsHitsBeforeCheck, config, first, Drain(), Add(9, 8), Step(), again, Step())
     assert found.message == "a postponed admission took 2 blocks in step 2"

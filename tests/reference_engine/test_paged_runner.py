@@ -57,7 +57,13 @@ class Scenario(NamedTuple):
     must_see: set[str]
 
 
-SMALL: dict[str, Any] = {"num_blocks": 10, "block_size": 4, "max_num_seqs": 5, "max_num_batched_tokens": 32, "max_model_len": 28}
+SMALL: dict[str, Any] = {
+    "num_blocks": 10,
+    "block_size": 4,
+    "max_num_seqs": 5,
+    "max_num_batched_tokens": 32,
+    "max_model_len": 28,
+}
 
 
 def scenario(*must_see: str, **fields: Any) -> Scenario:
@@ -65,7 +71,7 @@ def scenario(*must_see: str, **fields: Any) -> Scenario:
 
 
 SCENARIOS = {
-    "recompute": scenario("preempted to recompute", "forked", "copy", "stopped"),
+    "recompute": scenario("preempted to recompute", "forked", "copy", "stopped", "preempted with several sequences"),
     "swap": scenario(
         "preempted to swap", "swap_out", "swap_in", "forked", "copy", preemption_mode="swap", num_swap_blocks=12
     ),
@@ -86,7 +92,7 @@ SCENARIOS = {
         "input in flight", "chunk", "hit", "preempted to recompute", "stopped",
         pipeline_depth=2, enable_prefix_caching=True, enable_chunked_prefill=True, max_num_batched_tokens=12,
     ),
-    "lookahead": scenario("preempted to recompute", "copy", "forked", num_lookahead_slots=3),
+    "lookahead": scenario("blocks ahead", "preempted to recompute", "copy", "forked", num_lookahead_slots=3),
     "block-of-one": scenario("preempted to recompute", "hit", num_blocks=34, block_size=1, enable_prefix_caching=True),
     "block-per-sequence": scenario("forked", "copy", "swap_in", num_blocks=3, block_size=28, preemption_mode="swap",
                                    num_swap_blocks=3),
@@ -141,11 +147,12 @@ class Seen(Counter[str]):
 
     def __init__(self, config: core.EngineConfig) -> None:
         super().__init__()
-        self.null_block = config.null_block
+        self.config = config
 
     def plan(self, plan: Plan) -> None:
         for victim, mode, _, _, asked_by in plan.preempted:
             self[f"preempted to {mode}"] += 1
+            self["preempted with several sequences"] += len(victim.live) > 1
             self["preempted the older"] += victim.arrival < asked_by.arrival
         for move in plan.moves:
             self[move.kind] += 1
@@ -153,7 +160,8 @@ class Seen(Counter[str]):
             self["chunk"] += not samples
             self["forked"] += sequence.index > 0
             self["input in flight"] += first + num_tokens > len(sequence.tokens)
-            self["out of the window"] += self.null_block and sequence.table[0] == NULL_BLOCK
+            self["blocks ahead"] += samples and len(sequence.table) > -(-(first + num_tokens) // self.config.block_size)
+            self["out of the window"] += self.config.null_block and sequence.table[0] == NULL_BLOCK
 
     def end(self, engine: Engine, arrivals: list[Arrival], outputs: dict[str, list[list[int]]]) -> None:
         self["hit"] += engine.blocks.hit_tokens
@@ -171,7 +179,7 @@ def test_every_request_gets_the_tokens_that_the_model_generates_alone(name: str,
     config, must_see = SCENARIOS[name]
     model = llama if config.sliding_window is None else mistral
     seen = Seen(core_config(config))
-    for seed in range(6):
+    for seed in range(4):
         random = Random(seed)
         arrivals = arrivals_of(random_operations(random, config))
         set_stop_tokens(model, random, arrivals)
@@ -200,7 +208,9 @@ def test_poison_shows_a_read_of_what_was_freed(llama: Any) -> None:
     engine = Engine(core_config(EngineConfig(**SMALL)))
     runner = PagedRunner(llama, engine.config)
     tables: list[list[int]] = []
-    serve(engine, runner, [(0, Request("a", [5] * 9, 3))], lambda plan: tables.append(plan.sequences[0].sequence.table[:]))
+    serve(
+        engine, runner, [(0, Request("a", [5] * 9, 3))], lambda plan: tables.append(plan.sequences[0].sequence.table[:])
+    )
     with pytest.raises(PoisonedReadError, match="reads position 0"):
         runner.forward([], [Row(("a", 0), 11, [5], tables[-1])])
 
@@ -209,3 +219,16 @@ def test_a_model_and_an_engine_of_different_windows_are_not_put_together(llama: 
     config = core_config(EngineConfig(**SMALL, sliding_window=WINDOW))
     with pytest.raises(ValueError, match="sliding_window = 7: must be None, as in the model"):
         PagedRunner(llama, config)
+
+
+class _Idle(Engine):
+    """Never runs anything."""
+
+    def schedule(self) -> Plan:
+        return Plan(0)
+
+
+def test_serving_ends_when_an_engine_never_runs_what_it_took(llama: Any) -> None:
+    engine = _Idle(core_config(EngineConfig(**SMALL)))
+    with pytest.raises(RuntimeError, match=r"step 0 runs nothing and a wait \(PRG-1\)"):
+        serve(engine, PagedRunner(llama, engine.config), [(0, Request("a", [5], 1))])
