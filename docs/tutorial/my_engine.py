@@ -1,6 +1,4 @@
 """A small engine: first come, first served; nobody starts before the blocks of its whole life are there."""
-# ruff: noqa: INP001
-
 from __future__ import annotations
 
 from collections.abc import Mapping
