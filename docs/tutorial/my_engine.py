@@ -1,4 +1,5 @@
 """A small engine: first come, first served; nobody starts before the blocks of its whole life are there."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
