@@ -119,6 +119,6 @@ def judge_preemptions(ledger: Ledger, facts: StepFacts) -> list[PreemptionVerdic
 def _gives_way(ledger: Ledger, victim: RequestRecord) -> bool:
     """Whether the engine declares that a more urgent waiting request may take the victim's place."""
     return ledger.capabilities.preempts_for_priority and any(
-        other.state is RequestState.WAITING and other.spec.priority < victim.spec.priority
+        other.state is not RequestState.RUNNING and other.spec.priority < victim.spec.priority
         for other in ledger.live.values()
     )

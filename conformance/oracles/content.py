@@ -289,8 +289,10 @@ class ContentOracle(Oracle):
     def _report_mismatch(self, row: Row, mismatch: Mismatch) -> None:
         tree = self.ledger.tree
         record = row.record
-        hit = mismatch.position < row.plan.first and record.computed == 0
-        requirement = "KV-2" if hit else "KV-1"
+        first = row.plan.first
+        skipped = 0 < record.computed <= mismatch.position < first
+        hit = mismatch.position < first and record.computed == 0
+        requirement = "KV-3" if skipped else "KV-2" if hit else "KV-1"
         found = self._described(mismatch.found)
         if mismatch.found != EMPTY and not tree.same_identity(mismatch.found, mismatch.expected):
             self.report(
@@ -301,7 +303,8 @@ class ContentOracle(Oracle):
             )
         self.report(
             requirement,
-            f"position {mismatch.position} of {record.name} reads block {mismatch.block}, which holds {found}"
+            (f"{record.name} skips positions {record.computed} to {first - 1}: " if skipped else "")
+            + f"position {mismatch.position} of {record.name} reads block {mismatch.block}, which holds {found}"
             + (" (a prefix-cache hit)" if hit else ""),
             expected=tree.describe(mismatch.expected),
             got=found,

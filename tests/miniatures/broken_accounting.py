@@ -6,10 +6,24 @@ from collections.abc import Sequence
 
 from conformance.protocol import EncoderItem, EngineConfig, Request, Usage
 
-from .clean import Job, Miniature
-from .clean import Sequence as JobSequence
+from .clean import Miniature
 from .encoder import EncoderCache
+from .jobs import Job
+from .jobs import Sequence as JobSequence
 from .pool import Pool
+
+
+class UncountedPool(Pool):
+    """Counts one holder, whoever hits."""
+
+    def share(self, block: int) -> int:
+        self.cached.pop(block, None)
+        self.references[block] = 1
+        return block
+
+    def release(self, block: int) -> None:
+        if block in self.references:
+            super().release(block)
 
 
 class LosesBlockOfAborted(Miniature):
@@ -57,23 +71,15 @@ class SharesWithoutCounting(Miniature):
     """A prefix hit on a block in use does not raise its reference count. Modelled on ATOM PR 902."""
 
     breaks = "ACC-4"
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self.pool = UncountedPool(0, config.num_blocks)
+    pool_kind = UncountedPool
 
 
-class UncountedPool(Pool):
-    """Counts one holder, whoever hits."""
+class ForgetfulEncoderCache(EncoderCache):
+    """Holds items for nobody."""
 
-    def share(self, block: int) -> int:
-        self.cached.pop(block, None)
-        self.references[block] = 1
-        return block
-
-    def release(self, block: int) -> None:
-        if block in self.references:
-            super().release(block)
+    def use(self, rid: str, seq: int, items: Sequence[EncoderItem], first: int, end: int) -> None:
+        super().use(rid, seq, items, first, end)
+        self.users.clear()
 
 
 class TableOneShort(Miniature):
@@ -179,18 +185,7 @@ class EvictsNeededItem(Miniature):
     """Forgets who needs an encoder item once it is encoded. Modelled on vLLM #54284, a dropped reference."""
 
     breaks = "ENC-1"
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self.encoder = ForgetfulEncoderCache(config.encoder_cache_size)
-
-
-class ForgetfulEncoderCache(EncoderCache):
-    """Holds items for nobody."""
-
-    def use(self, rid: str, seq: int, items: Sequence[EncoderItem], first: int, end: int) -> None:
-        super().use(rid, seq, items, first, end)
-        self.users.clear()
+    encoder_kind = ForgetfulEncoderCache
 
 
 class AcceptsOversizedItem(Miniature):

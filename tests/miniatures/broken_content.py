@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from conformance.protocol import BlockMove, EngineConfig, Sampled, SequenceKey, SequencePlan, StepPlan
+from conformance.protocol import BlockMove, Sampled, SequenceKey, SequencePlan, StepPlan
 
-from .clean import Job, Miniature, Sequence
+from .clean import Miniature
+from .jobs import Job, Sequence
 from .pool import Key, Pool
+
+
+class UnprunedPool(Pool):
+    """Remembers every key a block ever had."""
+
+    def forget(self, block: int) -> None:
+        del self.keys[block]
 
 
 class ForgetsSwapIn(Miniature):
@@ -24,17 +32,20 @@ class HitsReusedBlock(Miniature):
     """Leaves a block in the prefix cache when it is handed out anew. Modelled on nano-vllm #163."""
 
     breaks = "KV-2"
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self.pool = UnprunedPool(0, config.num_blocks)
+    pool_kind = UnprunedPool
 
 
-class UnprunedPool(Pool):
-    """Remembers every key a block ever had."""
+class UnresetPool(Pool):
+    """Empties its list of cached blocks, not the map of keys."""
 
-    def forget(self, block: int) -> None:
-        del self.keys[block]
+    def forget_all(self) -> None:
+        self.free.extend(self.cached)
+        self.cached.clear()
+
+    def share(self, block: int) -> int:
+        if block in self.free:
+            self.free.remove(block)
+        return super().share(block)
 
 
 class SkipsAfterChunk(Miniature):
@@ -112,23 +123,7 @@ class HitsAfterReset(Miniature):
     """A reset frees the cached blocks and keeps their keys, so that they are hit as if nothing had happened."""
 
     breaks = "CCH-3"
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self.pool = UnresetPool(0, config.num_blocks)
-
-
-class UnresetPool(Pool):
-    """Empties its list of cached blocks, not the map of keys."""
-
-    def forget_all(self) -> None:
-        self.free.extend(self.cached)
-        self.cached.clear()
-
-    def share(self, block: int) -> int:
-        if block in self.free:
-            self.free.remove(block)
-        return super().share(block)
+    pool_kind = UnresetPool
 
 
 class RefusesIdleReset(Miniature):

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from conformance.protocol import CommitResult, Request, Sampled, SequenceKey
 
-from .clean import Job, Miniature, Sequence
+from .clean import Miniature, PrefillsFirst
+from .jobs import Job, Sequence
 
 # -- limits ----------------------------------------------------------------------------------------------
 
@@ -102,6 +103,27 @@ class ParksTheImpossible(Miniature):
 
     def refusal(self, request: Request) -> str:
         return ""
+
+
+class ReadmitsBeforeItRuns(Miniature):
+    """Ends the pass at a preemption, and admits the victim again before anybody has used the block it gave.
+
+    Modelled on the cycle of preemption and prefill in aws-neuron/upstreaming-to-vllm PR 17.
+    """
+
+    breaks = "PRG-4"
+
+    def go_on(self, job: Job) -> bool:
+        need = self.need(job)
+        if need <= self.pool.available:
+            return super().go_on(job)
+        self.preempt(self.running[-1], need, job)
+        return False
+
+    def make_plan(self) -> None:
+        self.admit()
+        if not self.plan.sequences:
+            super().make_plan()
 
 
 class CrossesTokens(Miniature):
@@ -223,6 +245,15 @@ class AdmitsBeforeThePreempted(Miniature):
         super().preempt(job, need, asked_by)
         self.waiting.remove(job)
         self.waiting.append(job)
+
+
+class PreemptsForNothing(PrefillsFirst):
+    """Preempts whoever is last, its blocks all shared or not. Modelled on vLLM #49674, victims that free nothing."""
+
+    breaks = "PRE-5"
+
+    def victim(self, job: Job) -> Job:
+        return self.running[-1]
 
 
 # -- fairness --------------------------------------------------------------------------------------------

@@ -38,6 +38,14 @@ def test_a_position_skipped_between_chunks_is_reported() -> None:
     assert (found.expected, found.got) == ("first position 4", "5")
 
 
+def test_a_position_skipped_that_is_not_in_the_cache_either_is_reported() -> None:
+    config = msgspec.structs.replace(CHUNKED, enable_prefix_caching=True)
+    found = caught(broken.SkipsAfterChunk, config, Add(10, 4), Step(2))
+    assert found.message == (
+        "r0 skips positions 4 to 4: position 4 of r0 reads block 1, which holds nothing (never written)"
+    )
+
+
 def test_a_position_computed_twice_is_reported() -> None:
     found = caught(broken.RepeatsAfterChunk, CHUNKED, Add(10, 4), Step(2))
     assert found.message == "r0 runs from position 3: positions 3 to 3 are computed twice"

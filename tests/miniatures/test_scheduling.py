@@ -81,6 +81,15 @@ def test_a_request_that_can_never_fit_and_is_parked_is_reported() -> None:
     assert found.got.startswith("r0 waiting 0/16, r1 waiting 0/4")
 
 
+def test_a_cycle_of_preemption_and_prefill_is_reported() -> None:
+    config = EngineConfig(
+        num_blocks=2, block_size=8, max_num_batched_tokens=4, max_model_len=16, enable_chunked_prefill=True
+    )
+    found = caught(broken.ReadmitsBeforeItRuns, config, Add(4, 12), Step(5), Add(8, 4), Drain())
+    assert found.message == "r1 is preempted 45 times"
+    assert found.expected == "at most 44 times, given the requests it lived with"
+
+
 def test_tokens_given_to_another_request_are_reported() -> None:
     found = caught(broken.CrossesTokens, SMALL, Add(4, 2), Add(5, 2), Drain())
     assert found.message == "r0 finished with tokens that are not its own"
@@ -172,6 +181,21 @@ def test_a_newcomer_admitted_before_a_preempted_request_is_reported() -> None:
     found = caught(broken.AdmitsBeforeThePreempted, TIGHT, Add(7, 9), Add(7, 9), Step(2), Add(3, 1), Drain())
     assert found.message == "r2 is admitted in step 3 while r1, preempted in step 2, still waits"
     assert (found.expected, found.got) == ("r1 returns first", "r2 runs")
+
+
+def test_a_preemption_that_frees_nothing_is_reported() -> None:
+    config = EngineConfig(
+        num_blocks=4,
+        block_size=4,
+        max_num_seqs=2,
+        max_model_len=16,
+        enable_prefix_caching=True,
+        scheduling_policy="priority",
+    )
+    first, urgent = Add(8, 4, family=1, shared_len=8, priority=1), Add(12, 4, family=1, shared_len=8)
+    found = caught(broken.PreemptsForNothing, config, first, Step(), urgent, Drain())
+    assert found.message == "the preemption of r0 in step 2 frees no block"
+    assert found.got == "blocks [0, 1], each held by others too"
 
 
 # -- fairness --------------------------------------------------------------------------------------------
