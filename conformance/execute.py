@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 
 from conformance.operations import Operation
-from conformance.protocol import ConfigRefused, EngineConfig, EngineFactory
-from conformance.session import Session, Violation
+from conformance.protocol import AdapterError, Capabilities, ConfigRefused, Engine, EngineConfig, EngineFactory
+from conformance.session import ENGINE_RAISES, Session, Violation
 from conformance.trace import Finding, Footer, Header, Line, Recorder, Trace
 from conformance.version import __version__
 from conformance.watchdog import Watchdog
+
+BUILD_SECONDS_MAX = 120.0
+"""Bound on building an engine under a watchdog: the first one of a process imports its framework."""
+
+
+class NeverBuilt:
+    """Stands for an engine whose constructor raised; nothing is asked of it."""
+
+    capabilities = Capabilities(engine="never built", version="", features=frozenset())
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
 
 class Execution(msgspec.Struct, kw_only=True):
@@ -44,7 +56,20 @@ def open_session(
 
     A feature the configuration needs and the engine does not declare is refused here, in one place.
     """
-    engine = factory(config)
+    if watchdog is not None:
+        watchdog.start()
+        watchdog.begin("the constructor", BUILD_SECONDS_MAX)
+    try:
+        engine = factory(config)
+    except (AdapterError, ConfigRefused):
+        raise
+    except ENGINE_RAISES as error:
+        session = Session(cast("Engine", NeverBuilt()), config, judge=judge, stop_at_first=stop_at_first)
+        session.engine_raised("the constructor", error)
+        return session
+    finally:
+        if watchdog is not None:
+            watchdog.end()
     undeclared = config.features_needed() - engine.capabilities.features
     if undeclared:
         engine.close()

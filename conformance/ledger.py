@@ -167,6 +167,7 @@ class StepFacts:
 
     __slots__ = (
         "free_before",
+        "in_flight",
         "plan",
         "preempted",
         "rows",
@@ -183,6 +184,8 @@ class StepFacts:
         self.preempted: list[tuple[RequestRecord, Preemption]] = []
         self.running_before = running_before
         self.free_before = free_before
+        self.in_flight = 0
+        """Steps scheduled before this one and not yet committed."""
         self.usage_before = usage_before
         self.usage_after = usage_before
 

@@ -41,6 +41,8 @@ from conformance.watchdog import Watchdog
 T = TypeVar("T")
 
 AUDIT_EVERY_STEPS = 64
+ENGINE_RAISES = (Exception, SystemExit, GeneratorExit)
+"""What an engine may raise; an interrupt is the user's."""
 CORRUPTING = frozenset(
     {
         "ACC-2",
@@ -55,6 +57,7 @@ CORRUPTING = frozenset(
         "KV-5",
         "KV-6",
         "PRG-5",
+        "PRG-6",
         "PRG-8",
     }
 )
@@ -117,6 +120,8 @@ class Session:
         self._depth = config.pipeline_depth
         self._features = self.capabilities.features
         self._usage = Usage()
+        self._answers: dict[str, Any] = {}
+        """The engine's last answer to each call, to be looked at when the harness cannot make sense of one."""
         self._audited_step = -1
         if watchdog is not None:
             watchdog.start()
@@ -144,6 +149,13 @@ class Session:
         """Run one operation; a no-op when there is nothing to act on, or the session is over."""
         if self.over:
             return
+        try:
+            self._apply(operation)
+        except (TypeError, AttributeError, LookupError, ValueError, OverflowError):
+            if not self._find_malformed():
+                raise
+
+    def _apply(self, operation: Operation) -> None:
         if self._recorder is not None:
             self._recorder.operation(operation)
         match operation:
@@ -178,7 +190,11 @@ class Session:
 
     def finish(self) -> None:
         """Commit what is in flight, drain, audit and close. Idempotent in its verdict."""
-        self.drain()
+        try:
+            self.drain()
+        except (TypeError, AttributeError, LookupError, ValueError, OverflowError):
+            if not self._find_malformed():
+                raise
         if not self.over and self._audited_step != self.steps:
             self.audit()
         self.over = True
@@ -226,7 +242,7 @@ class Session:
     def _reset(self) -> None:
         if "reset_prefix_cache" not in self._features:
             return
-        done = self._call("reset_prefix_cache", self.engine.reset_prefix_cache, requirement="CCH-3")
+        done = self._call("reset_prefix_cache", self.engine.reset_prefix_cache, expects=bool, requirement="CCH-3")
         if done is not None:
             self.ledger.saw("prefix cache reset" if done else "prefix cache reset refused")
             for oracle in self.oracles:
@@ -268,12 +284,13 @@ class Session:
         may_hold_more = self.capabilities.keeps_blocks or self.capabilities.deferred_free_steps
         if may_hold_more and facts_usage.free_blocks is not None:
             free = min(free, facts_usage.free_blocks)
-        plan = self._call("schedule", self.engine.schedule)
+        plan = self._call("schedule", self.engine.schedule, expects=StepPlan)
         if plan is None:
             return False
         if self.config.sliding_window is not None:
             ledger.declare(self.engine.capabilities)  # a null block may be set aside only when it is first needed
         facts = StepFacts(plan, list(ledger.running.values()), free, facts_usage)
+        facts.in_flight = len(self._in_flight)
         if not self._match_plan(facts):
             return False
         for before_step in self._before_step:
@@ -486,7 +503,7 @@ class Session:
 
     def _commit(self) -> None:
         plan, sampled = self._in_flight.popleft()
-        result = self._call("commit", self.engine.commit, plan.step, sampled)
+        result = self._call("commit", self.engine.commit, plan.step, sampled, expects=CommitResult)
         if result is None:
             return
         self._settle_commit(plan, sampled, result)
@@ -527,13 +544,13 @@ class Session:
                 oracle.audit(snapshot, self._usage)
 
     def _snapshot(self) -> Snapshot | None:
-        return self._call("snapshot", self.engine.snapshot) if "snapshot" in self._features else None
+        return self._call("snapshot", self.engine.snapshot, expects=Snapshot) if "snapshot" in self._features else None
 
     # -- calls and reports -------------------------------------------------------------------------------
 
     def _refresh_usage(self) -> None:
         if "usage" in self._features and not self.over:
-            usage = self._call("usage", self.engine.usage)
+            usage = self._call("usage", self.engine.usage, expects=Usage)
             if usage is not None:
                 self._usage = usage
 
@@ -543,33 +560,63 @@ class Session:
         function: Callable[..., T],
         *arguments: Any,
         answers: tuple[type[Exception], ...] = (),
+        expects: type | None = None,
         requirement: str = "PRG-8",
     ) -> T | None:
-        """Call the engine; what it raises becomes a violation and ends the session (None is returned)."""
+        """Call the engine; None when it raised or answered another type than ``expects``.
+
+        Either is a violation and ends the session.
+        """
         watchdog = self._watchdog
         if watchdog is not None:
             watchdog.begin(name)
         try:
-            return function(*arguments)
+            result = function(*arguments)
         except answers:
             raise
         except AdapterError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever an engine raises is a finding
-            frames = traceback.extract_tb(error.__traceback__)
-            where = next((f for f in reversed(frames) if f.filename != __file__), None)
-            place = "" if where is None else f" at {_short(where.filename)}:{where.lineno} in {where.name}"
-            self._report(
-                requirement,
-                f"{name} raised {type(error).__name__}: {_first_line(error)}{place}",
-                expected="the call returns",
-                got=f"{type(error).__name__} in step {self.steps}",
-            )
-            self.over = True
+        except ENGINE_RAISES as error:
+            self.engine_raised(name, error, requirement)
             return None
         finally:
             if watchdog is not None:
                 watchdog.end()
+        if expects is not None:
+            if not isinstance(result, expects):
+                self._malformed(name, f"expected {expects.__name__}, got {type(result).__name__}")
+                return None
+            self._answers[name] = result
+        return result
+
+    def engine_raised(self, name: str, error: BaseException, requirement: str = "PRG-8") -> None:
+        """A call into the engine raised ``error``: report it, and end the session."""
+        frames = traceback.extract_tb(error.__traceback__)
+        where = next((f for f in reversed(frames) if f.filename != __file__), None)
+        place = "" if where is None else f" at {_short(where.filename)}:{where.lineno} in {where.name}"
+        self._report(
+            requirement,
+            f"{name} raised {type(error).__name__}: {_first_line(error)}{place}",
+            expected="the call returns",
+            got=f"{type(error).__name__} in step {self.steps}",
+        )
+        self.over = True
+
+    def _malformed(self, name: str, problem: str) -> None:
+        self._report(
+            "PRG-8", f"{name} answers what its interface does not allow", expected="data as declared", got=problem
+        )
+        self.over = True
+
+    def _find_malformed(self) -> bool:
+        """Whether something in the engine's last answers is not of the type its interface declares; reports it."""
+        for name, answer in self._answers.items():
+            try:
+                msgspec.convert(msgspec.to_builtins(answer), type(answer))
+            except (msgspec.ValidationError, TypeError, ValueError, OverflowError) as error:
+                self._malformed(name, str(error))
+                return True
+        return False
 
     def _report(self, requirement: str, message: str, *, expected: str = "", got: str = "") -> None:
         if self._judge is not None and requirement not in self._judge:
@@ -601,7 +648,7 @@ def _span(sequence: SequencePlan) -> str:
     )
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or ["(no message)"])[0]
 
 

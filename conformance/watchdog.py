@@ -61,6 +61,7 @@ class Watchdog:
         self.last_words = last_words
         self._call: str | None = None
         self._serial = 0
+        self._seconds_max = call_seconds_max
         self._raised = False
         self._thread_id = 0
         self._stop = threading.Event()
@@ -84,8 +85,9 @@ class Watchdog:
             self._thread = None
         self._stop.clear()
 
-    def begin(self, call: str) -> None:
-        """The calling thread enters the engine."""
+    def begin(self, call: str, seconds_max: float | None = None) -> None:
+        """The calling thread enters the engine, for at most ``seconds_max``, or as long as any call may take."""
+        self._seconds_max = self.call_seconds_max if seconds_max is None else seconds_max
         self._serial += 1
         self._call = call
 
@@ -109,7 +111,7 @@ class Watchdog:
                 self._give_up(call)
             if raised_at:
                 continue
-            if self.call_seconds_max and now - seen_at > self.call_seconds_max:
+            if self.call_seconds_max and now - seen_at > self._seconds_max:
                 raised_at = now
                 self._raise(EngineHung, serial)
             elif self.growth_bytes_max and resident_bytes() - self._baseline_bytes > self.growth_bytes_max:

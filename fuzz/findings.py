@@ -51,6 +51,11 @@ class Kept(msgspec.Struct, kw_only=True):
     """Other requirements that fail on the same shrunk trace: one fault seen from several sides."""
 
 
+def file_name(engine: str) -> str:
+    """The engine's name as part of a file name."""
+    return re.sub(r"[^a-z0-9]+", "-", engine.lower()).strip("-")
+
+
 def shape(config: EngineConfig, operations: list[Operation]) -> str:
     """The shape of a trace: kinds of operations in order, and the features its configuration turns on."""
     kinds = "-".join(type(operation).__name__.lower() for operation in operations)
@@ -86,7 +91,7 @@ def keep(
         recorded.violations = [shrunk.violation]
     everything = execute(factory, shrunk.config, shrunk.operations, stop_at_first=False, watchdog=watchdog)
     identity = fingerprint(shrunk)
-    stem = f"{re.sub(r'[^a-z0-9]+', '-', engine.lower())}-{shrunk.violation.requirement.lower()}-{identity}"
+    stem = f"{file_name(engine)}-{shrunk.violation.requirement.lower()}-{identity}"
     trace_path = directory / f"{stem}.jsonl"
     test_path = directory / f"test_{stem.replace('-', '_')}.py"
     note = f"shrunk from {shrunk.before} operations in {shrunk.executions} executions, replayed {shrunk.stable} of 3"

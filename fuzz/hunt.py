@@ -11,11 +11,14 @@ from conformance.execute import Execution, trace_of
 from conformance.operations import Operation
 from conformance.protocol import Capabilities, EngineConfig, EngineFactory
 from conformance.session import Violation
-from conformance.trace import Line, write_trace
+from conformance.trace import Line, Trace, write_trace
 from conformance.watchdog import Watchdog
 from fuzz.driver import Campaign, Discovery, Driver, Run, campaign
-from fuzz.findings import Kept, keep
-from fuzz.shrink import EXECUTIONS_MAX
+from fuzz.findings import Kept, file_name, keep
+from fuzz.shrink import EXECUTIONS_MAX, Shrunk
+
+HUNG_EXECUTIONS_MAX = 20
+"""Executions to spend on shrinking a hang, each of which costs the whole bound on a call."""
 
 
 class Listener(Protocol):
@@ -67,6 +70,8 @@ class Hunter:
         self._driver = Driver(factory, capabilities, seed=seed, pinned=self._pinned, watchdog=watchdog)
         self.kept: list[Kept] = []
         self.executions = 0
+        self.unshrunk: Path | None = None
+        """The finding that is being shrunk, as it was found."""
         self._by_trace: dict[bytes, Kept] = {}
         if watchdog is not None:
             watchdog.last_words = self._last_words
@@ -87,8 +92,23 @@ class Hunter:
             self._listener.progress(state)
 
     def _on_discovery(self, discovery: Discovery) -> None:
-        shrunk = self._driver.shrink(discovery, self._shrink_executions_max)
+        self.unshrunk = self._keep_unshrunk(discovery)
+        slow = any(word in discovery.violation.message for word in ("EngineHung", "MemoryExhausted"))
+        shrunk = self._driver.shrink(discovery, HUNG_EXECUTIONS_MAX if slow else self._shrink_executions_max)
         self.executions += shrunk.executions
+        self._keep(discovery, shrunk)
+        self.unshrunk.unlink()
+        self.unshrunk = None
+
+    def _keep_unshrunk(self, discovery: Discovery) -> Path:
+        """Write the run as it was found: shrinking takes its time, and may be interrupted."""
+        violation = discovery.violation
+        path = self._directory / f"{file_name(self._name)}-{violation.requirement.lower()}-unshrunk.jsonl"
+        run = discovery.run
+        write_trace(path, _unfinished(self._name, run.swarm.config, run.operations, violation, "not shrunk yet"))
+        return path
+
+    def _keep(self, discovery: Discovery, shrunk: Shrunk) -> None:
         key = msgspec.json.encode((shrunk.config, shrunk.operations))
         known = self._by_trace.get(key)
         if known is not None:
@@ -117,11 +137,11 @@ class Hunter:
         config, operations = self._driver.current
         stuck = Violation(requirement="PRG-8", message=message, expected="the call returns", got="it does not")
         write_trace(
-            self._directory / f"{self._name}-prg-8-stuck.jsonl",
-            _unfinished(self._name, config, operations, stuck),
+            self._directory / f"{file_name(self._name)}-prg-8-stuck.jsonl",
+            _unfinished(self._name, config, operations, stuck, "the process had to end"),
         )
 
 
-def _unfinished(name: str, config: EngineConfig, operations: list[Operation], violation: Violation) -> Any:
+def _unfinished(name: str, config: EngineConfig, operations: list[Operation], violation: Violation, note: str) -> Trace:
     lines = [Line(operation=operation) for operation in operations]
-    return trace_of(name, config, Execution(violations=[violation], lines=lines), note="the process had to end")
+    return trace_of(name, config, Execution(violations=[violation], lines=lines, stopped_at_first=True), note=note)

@@ -131,7 +131,9 @@ def fuzz(
     except KeyboardInterrupt:
         interrupted = True
     _summarise(view, hunter, levels, interrupted=interrupted)
-    raise typer.Exit(VIOLATED if hunter.kept else 130 if interrupted else HOLDS)
+    if hunter.unshrunk is not None:
+        wrapped(console, f"not shrunk yet: kvconform shrink {hunter.unshrunk}")
+    raise typer.Exit(VIOLATED if hunter.kept or hunter.unshrunk else 130 if interrupted else HOLDS)
 
 
 def _summarise(view: FuzzView, hunter: Hunter, levels: dict[str, str], *, interrupted: bool) -> None:

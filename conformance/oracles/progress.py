@@ -77,7 +77,8 @@ class ProgressOracle(Oracle):
     def on_step(self, facts: StepFacts) -> None:
         if not self.ledger.live:
             return
-        self.idle_steps = 0 if facts.rows else self.idle_steps + 1
+        # A step that schedules nothing still gets on with what is in flight.
+        self.idle_steps = 0 if facts.rows or facts.in_flight else self.idle_steps + 1
         if any(row.end > row.record.high_water for row in facts.rows):
             self.churn_steps = 0
         else:

@@ -151,8 +151,10 @@ def impossible(what: str) -> Build:
             case "n-over-the-pool":
                 setting.declares("fork")
                 setting.host_pool()
-                setting.require(2 * (length - 2) > tokens, needs)
-                never = Add(prompt_len=max(1, tokens // 2 - 2), max_tokens=size, n=2)
+                # Each of the two needs half the pool and one block more, and a prompt of one token shares none.
+                total = (setting.usable // 2) * size + 2
+                setting.require(total <= length, needs)
+                never = Add(prompt_len=1, max_tokens=total - 1, n=2)
             case "more-sequences":
                 never = Add(prompt_len=small.prompt_len, max_tokens=2, n=setting.config.max_num_seqs + 1)
             case _:

@@ -35,13 +35,16 @@ def repeated(extra: int, *, longer_by: int = 0, alive: bool = False, between: in
 
     def build(setting: Setting) -> Sequence[Operation]:
         cached(setting)
+        setting.need(pipeline_depth=1)  # what is in flight is not cached yet
         setting.choose(max_num_seqs=4)
         first = _prompt(setting, 2, extra, outputs=12 if alive else 2)
         again = msgspec.structs.replace(
             first, prompt_len=first.prompt_len + longer_by, shared_len=first.shared_len + longer_by
         )
         others = [_prompt(setting, 2, extra, family=family + 1) for family in range(between)]
-        setting.pool(sum(setting.full_blocks(add) for add in (first, *others, again, again)))
+        blocks = sum(setting.full_blocks(add) for add in (first, *others, again, again))
+        setting.pool(blocks)
+        setting.require(blocks <= setting.usable, f"{setting.usable} usable blocks cannot keep the {blocks} in use")
         operations: list[Operation] = [first, Step(3) if alive else Drain()]
         for other in others:
             operations += [other, Drain()]
@@ -203,7 +206,8 @@ def reset_after_aborts(setting: Setting) -> Sequence[Operation]:
 def all_finished(bench: Bench, run: Run) -> None:
     """CCH-3: a reset harms no request."""
     for rid, request in run.requests.items():
-        if request.state not in {RequestState.FINISHED, RequestState.ABORTED}:
+        # Whether a refusal was right is for PRG-2 to say.
+        if request.state not in {RequestState.FINISHED, RequestState.ABORTED, RequestState.REFUSED}:
             run.report(
                 "CCH-3",
                 f"{rid} is {request.state.value} at the end, after a reset of the prefix cache",
