@@ -7,9 +7,11 @@ from typing import Literal, cast
 
 import msgspec
 
+from conformance.calls import ENGINE_RAISES, EngineCalls
 from conformance.operations import Operation
 from conformance.protocol import AdapterError, Capabilities, ConfigRefused, Engine, EngineConfig, EngineFactory
-from conformance.session import ENGINE_RAISES, Session, Violation
+from conformance.requirements import load as load_requirements
+from conformance.session import Session, Violation
 from conformance.trace import Finding, Footer, Header, Line, Recorder, Trace
 from conformance.version import __version__
 from conformance.watchdog import Watchdog
@@ -65,7 +67,7 @@ def open_session(
         raise
     except ENGINE_RAISES as error:
         session = Session(cast("Engine", NeverBuilt()), config, judge=judge, stop_at_first=stop_at_first)
-        session.engine_raised("the constructor", error)
+        EngineCalls(session.engine_failed, None).raised("the constructor", error)
         return session
     finally:
         if watchdog is not None:
@@ -148,6 +150,10 @@ class Replay(msgspec.Struct, kw_only=True):
 def replay(factory: EngineFactory, trace: Trace, watchdog: Watchdog | None = None) -> Replay:
     """Run a trace's operations again under its configuration and judge what its footer says was broken."""
     judged = [finding.requirement for finding in trace.footer.violations]
+    unknown = [requirement for requirement in judged if requirement not in load_requirements()]
+    if unknown:
+        reason = f"the trace breaks {', '.join(unknown)}, which this kvconform's contract does not have"
+        return Replay(status="ERROR", reason=reason, execution=Execution())
     operations: Sequence[Operation] = trace.operations
     execution = execute(
         factory,

@@ -7,9 +7,13 @@ Operations say nothing of block ids or engine state; what they mean is decided b
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
+
+COUNT_MAX = 1 << 20
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
+"""A number in a trace file: bounded, so that a damaged file is refused and not run for ever."""
 
 
 class Add(msgspec.Struct, frozen=True, tag="add", omit_defaults=True, forbid_unknown_fields=True):
@@ -20,34 +24,34 @@ class Add(msgspec.Struct, frozen=True, tag="add", omit_defaults=True, forbid_unk
     token as its output number ``stop_after`` (counted from 1); with n > 1 each further sequence one later.
     """
 
-    prompt_len: int
-    max_tokens: int
+    prompt_len: Count
+    max_tokens: Count
     family: int = 0
-    shared_len: int = 0
+    shared_len: Count = 0
     priority: int = 0
-    n: int = 1
-    stop_after: int | None = None
+    n: Count = 1
+    stop_after: Count | None = None
     salt: int = 0
     adapter: int = 0
-    encoder_sizes: tuple[int, ...] = ()
+    encoder_sizes: tuple[Count, ...] = ()
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", omit_defaults=True, forbid_unknown_fields=True):
     """Abort the live request number ``index`` modulo the live ones, in order of arrival."""
 
-    index: int = 0
+    index: Count = 0
 
 
 class AbortEnded(msgspec.Struct, frozen=True, tag="abort_ended", omit_defaults=True, forbid_unknown_fields=True):
     """Abort an id that is not live: one that has ended (modulo those), or an unknown one when none has."""
 
-    index: int = 0
+    index: Count = 0
 
 
 class Step(msgspec.Struct, frozen=True, tag="step", omit_defaults=True, forbid_unknown_fields=True):
     """Run ``count`` engine steps (schedule, execute, commit); with nothing live, one idle step."""
 
-    count: int = 1
+    count: Count = 1
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain", omit_defaults=True, forbid_unknown_fields=True):

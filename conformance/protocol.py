@@ -13,7 +13,7 @@ a *slot* is one position inside one block.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
 import msgspec
 
@@ -23,6 +23,10 @@ SequenceKey: TypeAlias = tuple[RequestId, int]
 """One sequence of a request: (request id, index in ``range(request.n)``)."""
 
 OptionValue: TypeAlias = str | int | float | bool
+
+AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+NotNegative: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+"""Bounds are checked where data comes in (a file, a word of the command line), not on what our own code builds."""
 
 Feature: TypeAlias = Literal[
     "abort",
@@ -82,22 +86,22 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     ``engine_options`` is passed through to the adapter untouched; each adapter documents its own.
     """
 
-    num_blocks: int = 16
-    block_size: int = 4
-    max_num_seqs: int = 4
-    max_num_batched_tokens: int = 64
-    max_model_len: int = 32
+    num_blocks: AtLeastOne = 16
+    block_size: AtLeastOne = 4
+    max_num_seqs: AtLeastOne = 4
+    max_num_batched_tokens: AtLeastOne = 64
+    max_model_len: AtLeastOne = 32
     enable_prefix_caching: bool = False
     enable_chunked_prefill: bool = False
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     preemption_mode: Literal["recompute", "swap"] = "recompute"
-    num_swap_blocks: int = 0
-    sliding_window: int | None = None
-    num_lookahead_slots: int = 0
-    num_speculative_tokens: int = 0
-    watermark: float = 0.0
-    pipeline_depth: int = 1
-    encoder_cache_size: int = 0
+    num_swap_blocks: NotNegative = 0
+    sliding_window: AtLeastOne | None = None
+    num_lookahead_slots: NotNegative = 0
+    num_speculative_tokens: NotNegative = 0
+    watermark: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
+    pipeline_depth: AtLeastOne = 1
+    encoder_cache_size: NotNegative = 0
     kv_cache_groups: tuple[KVCacheGroup, ...] = ()
     engine_options: dict[str, OptionValue] = {}
 

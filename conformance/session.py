@@ -9,13 +9,13 @@ engine become violations. It raises `AdapterError` when the adapter, not the eng
 
 from __future__ import annotations
 
-import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
+from conformance.calls import NONSENSE, EngineCalls
 from conformance.ledger import Ledger, RequestRecord, RequestState, Row, SequenceRecord, StepFacts
 from conformance.operations import Abort, AbortEnded, Add, Drain, Operation, ResetPrefixCache, Step
 from conformance.oracles import ORACLES, Oracle
@@ -34,15 +34,14 @@ from conformance.protocol import (
     StepPlan,
     Usage,
 )
-from conformance.token_model import STOP_TOKEN, request_from
+from conformance.sampling import execute_step
+from conformance.token_model import request_from
 from conformance.trace import Recorder
 from conformance.watchdog import Watchdog
 
 T = TypeVar("T")
 
 AUDIT_EVERY_STEPS = 64
-ENGINE_RAISES = (Exception, SystemExit, GeneratorExit)
-"""What an engine may raise; an interrupt is the user's."""
 CORRUPTING = frozenset(
     {
         "ACC-2",
@@ -114,14 +113,12 @@ class Session:
         self._accounting = next(o for o in self.oracles if isinstance(o, AccountingOracle))
         self._judge = None if judge is None else frozenset(judge)
         self._stop_at_first = stop_at_first
-        self._watchdog = watchdog
+        self._calls = EngineCalls(self.engine_failed, watchdog)
         self._recorder = recorder
         self._in_flight: deque[tuple[StepPlan, dict[SequenceKey, Sampled]]] = deque()
         self._depth = config.pipeline_depth
         self._features = self.capabilities.features
         self._usage = Usage()
-        self._answers: dict[str, Any] = {}
-        """The engine's last answer to each call, to be looked at when the harness cannot make sense of one."""
         self._audited_step = -1
         if watchdog is not None:
             watchdog.start()
@@ -151,8 +148,8 @@ class Session:
             return
         try:
             self._apply(operation)
-        except (TypeError, AttributeError, LookupError, ValueError, OverflowError):
-            if not self._find_malformed():
+        except NONSENSE:
+            if not self._calls.find_malformed():
                 raise
 
     def _apply(self, operation: Operation) -> None:
@@ -192,13 +189,13 @@ class Session:
         """Commit what is in flight, drain, audit and close. Idempotent in its verdict."""
         try:
             self.drain()
-        except (TypeError, AttributeError, LookupError, ValueError, OverflowError):
-            if not self._find_malformed():
+        except NONSENSE:
+            if not self._calls.find_malformed():
                 raise
         if not self.over and self._audited_step != self.steps:
             self.audit()
         self.over = True
-        self._call("close", self.engine.close)
+        self._calls.make("close", self.engine.close)
 
     def add(self, operation: Add) -> RequestRecord | None:
         """Add a request; None when the engine's declared features do not allow it, or it was refused."""
@@ -213,7 +210,7 @@ class Session:
         spec = request_from(operation, len(ledger.requests))
         request = ledger.add(spec, operation.stop_after, self.steps)
         try:
-            self._call("add_request", self.engine.add_request, spec, answers=(RequestRefused,))
+            self._calls.make("add_request", self.engine.add_request, spec, answers=(RequestRefused,))
         except RequestRefused as refusal:
             ledger.end(request, RequestState.REFUSED)
             ledger.saw("refused")
@@ -230,7 +227,7 @@ class Session:
         if "abort" not in self._features:
             return
         request = self.ledger.live.get(rid)
-        self._call("abort_request", self.engine.abort_request, rid, requirement="PRG-6")
+        self._calls.make("abort_request", self.engine.abort_request, rid, requirement="PRG-6")
         if request is not None:
             self.ledger.saw(f"aborted while {request.state.value}")
             self.ledger.end(request, RequestState.ABORTED)
@@ -242,7 +239,7 @@ class Session:
     def _reset(self) -> None:
         if "reset_prefix_cache" not in self._features:
             return
-        done = self._call("reset_prefix_cache", self.engine.reset_prefix_cache, expects=bool, requirement="CCH-3")
+        done = self._calls.make("reset_prefix_cache", self.engine.reset_prefix_cache, expects=bool, requirement="CCH-3")
         if done is not None:
             self.ledger.saw("prefix cache reset" if done else "prefix cache reset refused")
             for oracle in self.oracles:
@@ -284,7 +281,7 @@ class Session:
         may_hold_more = self.capabilities.keeps_blocks or self.capabilities.deferred_free_steps
         if may_hold_more and facts_usage.free_blocks is not None:
             free = min(free, facts_usage.free_blocks)
-        plan = self._call("schedule", self.engine.schedule, expects=StepPlan)
+        plan = self._calls.make("schedule", self.engine.schedule, expects=StepPlan)
         if plan is None:
             return False
         if self.config.sliding_window is not None:
@@ -303,7 +300,7 @@ class Session:
         ledger.null_before = ledger.capabilities.null_block
         for on_step in self._on_step:
             on_step(facts)
-        sampled = self._execute(facts)
+        sampled = execute_step(ledger, facts, self.steps)
         self._refresh_usage()
         facts.usage_after = self._usage
         if not self.over:
@@ -442,68 +439,9 @@ class Session:
             del record.nodes[length:]
             record.final_len = record.done_at_step = None
 
-    def _execute(self, facts: StepFacts) -> dict[SequenceKey, Sampled]:
-        """Compute the plan's positions and sample. O(sequences of the step)."""
-        sampled: dict[SequenceKey, Sampled] = {}
-        for row in facts.rows:
-            record, plan = row.record, row.plan
-            drafts = plan.draft_tokens
-            length = len(record.tokens)
-            record.computed = min(row.end - len(drafts), length)
-            if record.computed < length:
-                self.ledger.saw("prefill in chunks")
-            else:
-                request = record.request
-                if request.first_token_step is None:
-                    request.first_token_step = self.steps
-                if not request.forked:
-                    self.ledger.fork(request)
-                    for sequence in request.sequences:
-                        self._sample(sequence, [], sampled)
-                else:
-                    self._sample(record, drafts, sampled)
-            record.high_water = max(record.high_water, record.computed)
-        return sampled
-
-    def _sample(self, record: SequenceRecord, drafts: list[int], sampled: dict[SequenceKey, Sampled]) -> None:
-        """Sample after the sequence's last token; accept the drafts that agree with what comes out."""
-        tree = self.ledger.tree
-        request = record.request
-        prompt_len = len(request.spec.prompt)
-        tokens: list[int] = []
-        remaining = list(drafts)
-        while True:
-            outputs = len(record.tokens) - prompt_len
-            stops = request.stop_after is not None and outputs + 1 == request.stop_after + record.seq
-            token = STOP_TOKEN if stops else tree.next_token(record.nodes[-1], record.seq)
-            tokens.append(token)
-            record.tokens.append(token)
-            record.nodes.append(tree.extend(record.nodes[-1], token))
-            ended = token == STOP_TOKEN or len(record.tokens) >= request.full_len
-            if ended and record.final_len is None:
-                record.final_len = len(record.tokens)
-                record.done_at_step = self.steps
-            if ended or not remaining or remaining.pop(0) != token:
-                break
-            record.computed += 1
-            self.ledger.saw("draft accepted")
-        next_drafts = self._propose(record) if self.config.num_speculative_tokens else []
-        sampled[record.key] = Sampled(tokens, next_drafts)
-
-    def _propose(self, record: SequenceRecord) -> list[int]:
-        """Drafts for the next step: right for a while, then wrong, as the prefix decides."""
-        tree, node = self.ledger.tree, record.nodes[-1]
-        right = node % (self.config.num_speculative_tokens + 1)
-        drafts = []
-        for number in range(self.config.num_speculative_tokens):
-            token = tree.next_token(node, record.seq)
-            drafts.append(token if number < right else token ^ 1)
-            node = tree.extend(node, drafts[-1])
-        return drafts
-
     def _commit(self) -> None:
         plan, sampled = self._in_flight.popleft()
-        result = self._call("commit", self.engine.commit, plan.step, sampled, expects=CommitResult)
+        result = self._calls.make("commit", self.engine.commit, plan.step, sampled, expects=CommitResult)
         if result is None:
             return
         self._settle_commit(plan, sampled, result)
@@ -544,79 +482,24 @@ class Session:
                 oracle.audit(snapshot, self._usage)
 
     def _snapshot(self) -> Snapshot | None:
-        return self._call("snapshot", self.engine.snapshot, expects=Snapshot) if "snapshot" in self._features else None
+        return (
+            self._calls.make("snapshot", self.engine.snapshot, expects=Snapshot)
+            if "snapshot" in self._features
+            else None
+        )
 
     # -- calls and reports -------------------------------------------------------------------------------
 
     def _refresh_usage(self) -> None:
         if "usage" in self._features and not self.over:
-            usage = self._call("usage", self.engine.usage, expects=Usage)
+            usage = self._calls.make("usage", self.engine.usage, expects=Usage)
             if usage is not None:
                 self._usage = usage
 
-    def _call(
-        self,
-        name: str,
-        function: Callable[..., T],
-        *arguments: Any,
-        answers: tuple[type[Exception], ...] = (),
-        expects: type | None = None,
-        requirement: str = "PRG-8",
-    ) -> T | None:
-        """Call the engine; None when it raised or answered another type than ``expects``.
-
-        Either is a violation and ends the session.
-        """
-        watchdog = self._watchdog
-        if watchdog is not None:
-            watchdog.begin(name)
-        try:
-            result = function(*arguments)
-        except answers:
-            raise
-        except AdapterError:
-            raise
-        except ENGINE_RAISES as error:
-            self.engine_raised(name, error, requirement)
-            return None
-        finally:
-            if watchdog is not None:
-                watchdog.end()
-        if expects is not None:
-            if not isinstance(result, expects):
-                self._malformed(name, f"expected {expects.__name__}, got {type(result).__name__}")
-                return None
-            self._answers[name] = result
-        return result
-
-    def engine_raised(self, name: str, error: BaseException, requirement: str = "PRG-8") -> None:
-        """A call into the engine raised ``error``: report it, and end the session."""
-        frames = traceback.extract_tb(error.__traceback__)
-        where = next((f for f in reversed(frames) if f.filename != __file__), None)
-        place = "" if where is None else f" at {_short(where.filename)}:{where.lineno} in {where.name}"
-        self._report(
-            requirement,
-            f"{name} raised {type(error).__name__}: {_first_line(error)}{place}",
-            expected="the call returns",
-            got=f"{type(error).__name__} in step {self.steps}",
-        )
+    def engine_failed(self, requirement: str, message: str, expected: str, got: str) -> None:
+        """A call into the engine did not come back as it should: report it, and end the session."""
+        self._report(requirement, message, expected=expected, got=f"{got} in step {self.steps}")
         self.over = True
-
-    def _malformed(self, name: str, problem: str) -> None:
-        self._report(
-            "PRG-8", f"{name} answers what its interface does not allow", expected="data as declared", got=problem
-        )
-        self.over = True
-
-    def _find_malformed(self) -> bool:
-        """Whether something in the engine's last answers is not of the type its interface declares; reports it."""
-        for name, answer in self._answers.items():
-            try:
-                msgspec.convert(msgspec.to_builtins(answer), type(answer))
-            except (msgspec.ValidationError, TypeError, ValueError, OverflowError) as error:
-                self._malformed(name, str(error))
-                return True
-        return False
 
     def _report(self, requirement: str, message: str, *, expected: str = "", got: str = "") -> None:
         if self._judge is not None and requirement not in self._judge:
@@ -646,12 +529,3 @@ def _span(sequence: SequencePlan) -> str:
     return (
         f"{sequence.request_id}/{sequence.seq} positions {sequence.first} to {sequence.first + sequence.num_tokens - 1}"
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or ["(no message)"])[0]
-
-
-def _short(filename: str) -> str:
-    """The last two parts of a path: enough to find the line, nothing of this machine."""
-    return "/".join(filename.replace("\\", "/").split("/")[-2:])

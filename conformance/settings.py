@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -33,9 +34,6 @@ PRESETS: Final[dict[str, Preset]] = {
 }
 
 _NOT_IN_WORDS = frozenset({"engine_options", "kv_cache_groups"})
-_MAY_BE_ZERO = frozenset(
-    {"encoder_cache_size", "num_lookahead_slots", "num_speculative_tokens", "num_swap_blocks", "watermark"}
-)
 
 
 def parse_settings(preset: str | None, assignments: Sequence[str]) -> tuple[EngineConfig, frozenset[str]]:
@@ -74,10 +72,8 @@ def _field_value(name: str, text: str) -> Any:
     try:
         value = msgspec.convert(word, kinds[name], strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigRefused(f"{name}={text}: {error}") from None
-    least = 0 if name in _MAY_BE_ZERO else 1
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value < least:
-        raise ConfigRefused(f"{name}={text}: expected at least {least}, got {text}")
+        problem = re.sub(r"Expected `\w+` >= ([0-9.]+)", r"expected at least \1", str(error))
+        raise ConfigRefused(f"{name}={text}: {problem}, got {text}") from None
     return value
 
 

@@ -178,7 +178,9 @@ class Recorder:
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Write ``trace`` to ``path``, whole or not at all."""
+    """Write ``trace`` to ``path``, whole or not at all. Raises `TraceError` if that is no regular file, OSError."""
+    if path.exists() and not path.is_file():
+        raise TraceError(f"{path}: is there and no regular file; nothing was written; name another file")
     records: Iterable[Record] = [trace.header, *trace.lines, trace.footer]
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
@@ -214,6 +216,8 @@ def read_trace(path: Path) -> Trace:
     for number, line in enumerate(lines, 2):
         if not isinstance(line, Line):
             raise TraceError(f"{path}:{number}: expected an operation, got {type(line).__name__.lower()}")
+    if not lines:
+        raise TraceError(f"{path}: the trace has no operation: there is nothing to run")
     return Trace(header=header, lines=[line for line in lines if isinstance(line, Line)], footer=footer)
 
 

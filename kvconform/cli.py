@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import traceback
@@ -51,7 +52,19 @@ SetOption = Annotated[
     typer.Option("--set", help="key=value for any EngineConfig field, engine_options.NAME=value for the engine's own"),
 ]
 PresetOption = Annotated[str | None, typer.Option(help=f"A configuration by name: {', '.join(sorted(PRESETS))}")]
-OutOption = Annotated[Path, typer.Option("--out", help="Folder for traces and ready tests")]
+
+
+def _folder(out: Path) -> Path:
+    """A folder that can be written to, now or once it is made: said before the work and not after it."""
+    there = out
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise typer.BadParameter(f"{out}: expected a folder that can be written to; name another one")
+    return out
+
+
+OutOption = Annotated[Path, typer.Option("--out", help="Folder for traces and ready tests", callback=_folder)]
 TimeoutOption = Annotated[
     float, typer.Option("--call-seconds", min=0.0, help="Bound on one call into the engine; 0 for none")
 ]
@@ -314,6 +327,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     try:
         app(args=arguments, standalone_mode=True)
     except (ConfigRefused, EngineNotFound, ExpectationsError, TraceError, UnknownRequirement) as error:
+        wrapped(console, f"kvconform: {error}")
+        sys.exit(USAGE)
+    except OSError as error:
         wrapped(console, f"kvconform: {error}")
         sys.exit(USAGE)
     except AdapterError as error:

@@ -19,19 +19,22 @@ class FairnessOracle(Oracle):
         self._overtaken: dict[str, int] = {}
 
     def before_step(self, facts: StepFacts) -> None:
-        admitted = [row for row in facts.rows if row.admitted]
+        fcfs = self.ledger.config.scheduling_policy == "fcfs"
+        # Under priority it makes no difference whether somebody comes, or waits, for the first time or again.
+        admitted = [row for row in facts.rows if row.admitted or (row.resumed and not fcfs)]
         if not admitted or len(self.ledger.live) == len(facts.rows):
             return
+        queued = (RequestState.WAITING,) if fcfs else (RequestState.WAITING, RequestState.PREEMPTED)
         in_plan = {row.record.request.spec.request_id for row in facts.rows}
         in_plan.update(rejection.request_id for rejection in facts.plan.rejected)
         waiting = [
             request
             for request in self.ledger.live.values()
-            if request.state is RequestState.WAITING and request.spec.request_id not in in_plan
+            if request.state in queued and request.spec.request_id not in in_plan
         ]
         if not waiting:
             return
-        if self.ledger.config.scheduling_policy == "fcfs":
+        if fcfs:
             for row in admitted:
                 self._judge_arrivals(facts, row, waiting)
         else:
@@ -73,8 +76,7 @@ class FairnessOracle(Oracle):
 
     def _would_fit_instead(self, facts: StepFacts, row: Row, request: RequestRecord) -> bool:
         """Whether ``request`` would have fitted in the very place that the admitted row took."""
-        newcomer = row.record.request.spec
-        needs_no_more = (
-            len(request.spec.prompt) <= len(newcomer.prompt) - row.plan.first and request.spec.n <= newcomer.n
-        )
+        tokens = sum(len(record.tokens) for record in request.unfinished())
+        places = row.record.request.spec.n
+        needs_no_more = tokens <= len(row.record.tokens) - row.plan.first and request.spec.n <= places
         return needs_no_more and self.ledger.surely_fits(request)

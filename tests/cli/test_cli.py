@@ -152,7 +152,9 @@ def test_bad_words_are_said_to_be_bad(words: list[str], said: str, capsys: pytes
     assert "Traceback" not in printed + complained
 
 
-@pytest.mark.parametrize("cut", ["", "half", "no footer", "binary", "other version"])
+@pytest.mark.parametrize(
+    "cut", ["", "half", "no footer", "binary", "other version", "no operation", "-4 blocks", "endless"]
+)
 def test_a_damaged_trace_is_refused(cut: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = trace_of_the_seed(tmp_path, capsys)
     raw = out.read_bytes()
@@ -162,6 +164,9 @@ def test_a_damaged_trace_is_refused(cut: str, capsys: pytest.CaptureFixture[str]
         "half": raw[: len(raw) // 2],
         "no footer": b"".join(lines[:-1]),
         "binary": b"\x80\x04\x95" + raw[:40],
+        "no operation": lines[0] + lines[-1],
+        "-4 blocks": raw.replace(b'"num_blocks":4', b'"num_blocks":-4', 1),
+        "endless": raw.replace(b'"prompt_len":10', b'"prompt_len":1000000000', 1),
         "other version": raw.replace(b'"kind":"header"', b'"kind":"header","format":99', 1),
     }[cut]
     out.write_bytes(damaged)
@@ -169,6 +174,33 @@ def test_a_damaged_trace_is_refused(cut: str, capsys: pytest.CaptureFixture[str]
     assert code == 2
     assert str(out) in complained
     assert "Traceback" not in complained
+
+
+def test_a_requirement_that_is_not_in_the_contract_cannot_be_replayed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = trace_of_the_seed(tmp_path, capsys)
+    out.write_text(out.read_text(encoding="utf-8").replace('"PRE-1"', '"PRE-99"'), encoding="utf-8")
+    code, printed, _ = run(capsys, "replay", str(out))
+    assert (code, "ERROR" in printed, "PRE-99" in printed) == (3, True, True)
+
+
+@pytest.mark.parametrize("words", [("fuzz", "reference"), ("check", "reference")], ids="-".join)
+def test_a_folder_that_cannot_be_one_is_refused_before_the_work(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine", encoding="utf-8")
+    code, printed, complained = run(capsys, *words, f"--out={file}")
+    assert (code, printed) == (2, "")
+    assert "expected a folder" in " ".join(complained.replace("│", " ").split())
+    assert file.read_text(encoding="utf-8") == "mine"
+
+
+def test_record_does_not_replace_what_is_no_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, _, complained = run(capsys, "record", "reference", "1+1", f"--out={tmp_path}")
+    assert code == 2
+    assert "no regular file" in complained
 
 
 def test_output_without_a_terminal_has_no_escapes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

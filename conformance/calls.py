@@ -1,0 +1,97 @@
+"""Calls into the engine under test: watched, and whatever comes of one but its answer is a finding."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from conformance.protocol import AdapterError
+from conformance.watchdog import Watchdog
+
+T = TypeVar("T")
+
+ENGINE_RAISES: Final = (Exception, SystemExit, GeneratorExit)
+"""What an engine may raise; an interrupt is the user's."""
+NONSENSE: Final = (TypeError, AttributeError, LookupError, ValueError, OverflowError)
+"""What the harness runs into when an answer has a part of the wrong type."""
+
+
+class EngineCalls:
+    """Makes the calls of one session. ``failed(requirement, message, expected, got)`` hears of what goes wrong."""
+
+    __slots__ = ("_answers", "_failed", "_watchdog")
+
+    def __init__(self, failed: Callable[[str, str, str, str], None], watchdog: Watchdog | None) -> None:
+        self._failed = failed
+        self._watchdog = watchdog
+        self._answers: dict[str, Any] = {}
+        """The last answer to each call, to be looked at when the harness cannot make sense of one."""
+
+    def make(
+        self,
+        name: str,
+        function: Callable[..., T],
+        *arguments: Any,
+        answers: tuple[type[Exception], ...] = (),
+        expects: type | None = None,
+        requirement: str = "PRG-8",
+    ) -> T | None:
+        """The engine's answer; None when it raised or answered another type than ``expects``.
+
+        Exceptions in ``answers``, and `AdapterError`, are raised.
+        """
+        watchdog = self._watchdog
+        if watchdog is not None:
+            watchdog.begin(name)
+        try:
+            result = function(*arguments)
+        except answers:
+            raise
+        except AdapterError:
+            raise
+        except ENGINE_RAISES as error:
+            self.raised(name, error, requirement)
+            return None
+        finally:
+            if watchdog is not None:
+                watchdog.end()
+        if expects is not None:
+            if not isinstance(result, expects):
+                self._malformed(name, f"{type(result).__name__}, not {expects.__name__}")
+                return None
+            self._answers[name] = result
+        return result
+
+    def raised(self, name: str, error: BaseException, requirement: str = "PRG-8") -> None:
+        """A call raised ``error``."""
+        frames = traceback.extract_tb(error.__traceback__)
+        where = next((frame for frame in reversed(frames) if frame.filename != __file__), None)
+        place = "" if where is None else f" at {_short(where.filename)}:{where.lineno} in {where.name}"
+        first_line = (str(error).splitlines() or ["(no message)"])[0]
+        self._failed(
+            requirement,
+            f"{name} raised {type(error).__name__}: {first_line}{place}",
+            "the call returns",
+            type(error).__name__,
+        )
+
+    def find_malformed(self) -> bool:
+        """Whether a part of the engine's last answers is not of the type its interface declares; reports it."""
+        for name, answer in self._answers.items():
+            try:
+                msgspec.convert(msgspec.to_builtins(answer), type(answer))
+            except NONSENSE as error:
+                self._malformed(name, str(error))
+                return True
+        return False
+
+    def _malformed(self, name: str, problem: str) -> None:
+        self._failed("PRG-8", f"{name} answers what its interface does not allow", "data as declared", problem)
+
+
+def _short(filename: str) -> str:
+    """The last two parts of a path: enough to find the line, nothing of this machine."""
+    return "/".join(filename.replace("\\", "/").split("/")[-2:])

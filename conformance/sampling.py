@@ -1,0 +1,73 @@
+"""The forward pass, as far as tokens go: compute a plan's positions, sample, accept or reject drafts.
+
+Everything is decided by the prefix (`conformance.token_model`), so it happens when the step is planned, whatever
+is in flight; the engine is told at the commit.
+"""
+
+from __future__ import annotations
+
+from conformance.ledger import Ledger, SequenceRecord, StepFacts
+from conformance.protocol import Sampled, SequenceKey
+from conformance.token_model import STOP_TOKEN
+
+
+def execute_step(ledger: Ledger, facts: StepFacts, step: int) -> dict[SequenceKey, Sampled]:
+    """Compute the plan's positions and sample where a sequence has reached its end. O(sequences of the step)."""
+    sampled: dict[SequenceKey, Sampled] = {}
+    for row in facts.rows:
+        record, plan = row.record, row.plan
+        drafts = plan.draft_tokens
+        length = len(record.tokens)
+        record.computed = min(row.end - len(drafts), length)
+        if record.computed < length:
+            ledger.saw("prefill in chunks")
+        else:
+            request = record.request
+            if request.first_token_step is None:
+                request.first_token_step = step
+            if not request.forked:
+                ledger.fork(request)
+                for sequence in request.sequences:
+                    sampled[sequence.key] = _sample(ledger, sequence, [], step)
+            else:
+                sampled[record.key] = _sample(ledger, record, drafts, step)
+        record.high_water = max(record.high_water, record.computed)
+    return sampled
+
+
+def _sample(ledger: Ledger, record: SequenceRecord, drafts: list[int], step: int) -> Sampled:
+    """Sample after the sequence's last token; accept the drafts that agree with what comes out."""
+    tree = ledger.tree
+    request = record.request
+    prompt_len = len(request.spec.prompt)
+    tokens: list[int] = []
+    remaining = list(drafts)
+    while True:
+        outputs = len(record.tokens) - prompt_len
+        stops = request.stop_after is not None and outputs + 1 == request.stop_after + record.seq
+        token = STOP_TOKEN if stops else tree.next_token(record.nodes[-1], record.seq)
+        tokens.append(token)
+        record.tokens.append(token)
+        record.nodes.append(tree.extend(record.nodes[-1], token))
+        ended = token == STOP_TOKEN or len(record.tokens) >= request.full_len
+        if ended and record.final_len is None:
+            record.final_len = len(record.tokens)
+            record.done_at_step = step
+        if ended or not remaining or remaining.pop(0) != token:
+            break
+        record.computed += 1
+        ledger.saw("draft accepted")
+    width = ledger.config.num_speculative_tokens
+    return Sampled(tokens, _propose(ledger, record, width) if width else [])
+
+
+def _propose(ledger: Ledger, record: SequenceRecord, width: int) -> list[int]:
+    """Drafts for the next step: right for a while, then wrong, as the prefix decides."""
+    tree, node = ledger.tree, record.nodes[-1]
+    right = node % (width + 1)
+    drafts = []
+    for number in range(width):
+        token = tree.next_token(node, record.seq)
+        drafts.append(token if number < right else token ^ 1)
+        node = tree.extend(node, drafts[-1])
+    return drafts
