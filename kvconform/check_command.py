@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.text import Text
 from conformance.check import check
 from conformance.engines import EngineSource, installed
 from conformance.protocol import EngineConfig
+from conformance.reports.events import ColumnClosed, EventWriter, column_of, verdict_of
 from conformance.requirements import load as load_requirements
 from conformance.results import CheckReport, CheckResult, Status
 from conformance.trace import write_trace
@@ -38,8 +39,13 @@ def check_engines(
     out: Path,
     call_seconds: float,
     everything: bool,
+    events: EventWriter | None = None,
+    label: str = "",
 ) -> int:
-    """Check each engine and print what came of it. Returns the exit code: the worst of all engines."""
+    """Check each engine and print what came of it. Returns the exit code: the worst of all engines.
+
+    ``events`` takes the verdicts too; ``label`` is the name of the column there, of a single engine.
+    """
     console = make_console()
     if everything:
         for source in installed():
@@ -47,8 +53,19 @@ def check_engines(
                 wrapped(console, f"{source.name}: skipped, {source.reason}")
     code = 0
     for source in sources:
-        code = max(code, _check_one(console, source, config, pinned, requirements, out, call_seconds))
+        report, traces = _check_one(console, source, config, pinned, requirements, out, call_seconds)
+        if events is not None:
+            record(events, report, label or f"{report.engine} {report.engine_version}", traces)
+        code = max(code, _print_summary(console, report))
     return code
+
+
+def record(events: EventWriter, report: CheckReport, column: str, traces: Mapping[str, Path]) -> None:
+    """Write the verdicts of a check into an event file. ``traces``: requirement -> the file of its trace."""
+    events.add(column_of(report, column))
+    for result in report.results:
+        events.add(verdict_of(result, column, events.link(traces.get(result.requirement))))
+    events.add(ColumnClosed(column=column, status=report.status))
 
 
 def _check_one(
@@ -59,9 +76,16 @@ def _check_one(
     requirements: list[str] | None,
     out: Path,
     call_seconds: float,
-) -> int:
+) -> tuple[CheckReport, dict[str, Path]]:
     watchdog = Watchdog(call_seconds_max=call_seconds) if call_seconds else Watchdog(0, 0)
     levels = load_requirements()
+    traces: dict[str, Path] = {}
+
+    def show(result: CheckResult) -> None:
+        trace = _print_result(console, result, source, out)
+        if trace is not None:
+            traces[result.requirement] = trace
+
     wrapped(console, f"{source.name} {source.installed_version}".rstrip())
     if pinned:
         wrapped(console, f"with {config_line(config)}", INDENT)
@@ -72,14 +96,15 @@ def _check_one(
             pinned=pinned,
             requirements=requirements or list(levels),
             watchdog=watchdog,
-            on_result=lambda result: _print_result(console, result, source, out),
+            on_result=show,
         )
     finally:
         watchdog.stop()
-    return _print_summary(console, report)
+    return report, traces
 
 
-def _print_result(console: Console, result: CheckResult, source: EngineSource, out: Path) -> None:
+def _print_result(console: Console, result: CheckResult, source: EngineSource, out: Path) -> Path | None:
+    """Print one verdict. Returns where its trace was written, when it left one."""
     line = Text()
     line.append(f"  {result.status.upper():<11} ", style=STYLES[result.status])
     line.append(f"{result.requirement:<7} {result.level:<6} {result.title}")
@@ -93,6 +118,8 @@ def _print_result(console: Console, result: CheckResult, source: EngineSource, o
         path = out / f"check-{stem}.jsonl"
         write_trace(path, case.trace)
         console.print(f"{INDENT * 3}kvconform explain {quoted(path)}", markup=False)
+        return path
+    return None
 
 
 def _print_summary(console: Console, report: CheckReport) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
 import traceback
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, cast, get_args
 
 import typer
 
@@ -18,7 +20,10 @@ from conformance.expectations import ExpectationsError
 from conformance.explain import explain as explanation
 from conformance.operations import Add, Drain, Operation
 from conformance.protocol import AdapterError, Capabilities, ConfigRefused, EngineConfig
+from conformance.reports.events import EventsError, EventWriter, combine, event_file, read_run
+from conformance.reports.formats import markdown
 from conformance.requirements import load as load_requirements
+from conformance.requirements import load_contract
 from conformance.settings import PRESETS, parse_settings
 from conformance.trace import TraceError, read_trace, write_trace
 from conformance.version import __version__
@@ -29,6 +34,10 @@ from fuzz.hunt import Hunter
 from fuzz.shrink import EXECUTIONS_MAX, Shrinker
 from kvconform.check_command import check_engines
 from kvconform.console import FuzzView, make_console, print_kept, print_violation, wrapped
+from kvconform.fuzz_events import record_hunt
+from kvconform.matrix_command import Matrix, entries_of, exit_code
+from kvconform.matrix_command import Plan as MatrixPlan
+from kvconform.report_command import Format, print_reasons, print_run, render, written
 
 HOLDS, VIOLATED, USAGE, BROKEN = 0, 1, 2, 3
 """Exit codes: the contract holds; it is violated; usage or configuration; the suite or an adapter broke."""
@@ -70,6 +79,16 @@ TimeoutOption = Annotated[
 ]
 
 
+EventsOption = Annotated[
+    Path | None, typer.Option("--events", help="Write everything found to this event file, for `report`")
+]
+LabelOption = Annotated[str, typer.Option(help="The name of the engine's column in the event file")]
+
+
+def _written(path: Path | None, command: str, seed: int | None = None) -> AbstractContextManager[EventWriter | None]:
+    return nullcontext() if path is None else event_file(path, command, edition=load_contract().edition, seed=seed)
+
+
 @app.command()
 def check(
     engines: Annotated[
@@ -81,13 +100,17 @@ def check(
         list[str] | None, typer.Option("--requirement", "-r", help="Judge only this requirement; repeatable")
     ] = None,
     out: OutOption = FINDINGS,
+    events: EventsOption = None,
+    label: LabelOption = "",
     call_seconds: TimeoutOption = 10.0,
 ) -> None:
     """Check the contract on an engine, as a table, with the reason for each red line."""
     config, pinned = parse_settings(preset, settings or [])
     sources = [load(name) for name in engines] if engines else [s for s in installed() if s.available]
-    raise typer.Exit(
-        check_engines(
+    if label and len(sources) != 1:
+        raise typer.BadParameter(f"--label names one column; there are {len(sources)} engines")
+    with _written(events, "check") as writer:
+        code = check_engines(
             sources,
             config,
             pinned,
@@ -95,8 +118,10 @@ def check(
             out=out,
             call_seconds=call_seconds,
             everything=not engines,
+            events=writer,
+            label=label,
         )
-    )
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -113,6 +138,8 @@ def fuzz(
         list[str] | None, typer.Option("--ignore", help="Do not judge this requirement; repeatable")
     ] = None,
     out: OutOption = FINDINGS,
+    events: EventsOption = None,
+    label: LabelOption = "",
     call_seconds: TimeoutOption = 10.0,
 ) -> None:
     """Hunt for violations with random requests; each is shrunk to its shortest sequence and kept as a file."""
@@ -138,11 +165,14 @@ def fuzz(
         listener=view,
     )
     interrupted = False
-    try:
-        with view.shown():
-            hunter.run(steps)
-    except KeyboardInterrupt:
-        interrupted = True
+    with _written(events, "fuzz", seed) as writer:
+        try:
+            with view.shown():
+                hunter.run(steps)
+        except KeyboardInterrupt:
+            interrupted = True
+        if writer is not None:
+            record_hunt(writer, label, source, capabilities, config, pinned, hunter, view.state)
     _summarise(view, hunter, levels, interrupted=interrupted)
     if hunter.unshrunk is not None:
         wrapped(console, f"not shrunk yet: kvconform shrink {hunter.unshrunk}")
@@ -272,6 +302,65 @@ def _requests(word: str) -> list[Add]:
 
 
 @app.command()
+def matrix(
+    engines: Annotated[
+        list[str] | None, typer.Argument(help="ENGINE or 'ENGINE[key=value,...]', one column each")
+    ] = None,
+    file: Annotated[Path | None, typer.Option("--file", help="Columns from a TOML file of [[column]] tables")] = None,
+    requirement: Annotated[
+        list[str] | None, typer.Option("--requirement", "-r", help="Judge only this requirement; repeatable")
+    ] = None,
+    fuzz_steps: Annotated[int, typer.Option(min=0, help="Also fuzz each engine for this many steps")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the fuzzing")] = 1,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Engines at a time")] = os.cpu_count() or 1,
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder of the event file, traces and logs", callback=_folder)
+    ] = Path("kvconform-matrix"),
+    fresh: Annotated[bool, typer.Option("--fresh", help="Run again what an earlier matrix in the folder did")] = False,
+    call_seconds: TimeoutOption = 10.0,
+) -> None:
+    """Check many engines, releases and configurations side by side; an interrupted matrix is taken up again."""
+    console = make_console()
+    entries = entries_of(engines or [], file)
+    _judged({rid: item.level for rid, item in load_requirements().items()}, requirement, None)
+    plan = MatrixPlan(
+        folder=out,
+        requirements=tuple(requirement or ()),
+        fuzz_steps=fuzz_steps,
+        seed=seed,
+        call_seconds=call_seconds,
+    )
+    events = out / "events.jsonl"
+    run = Matrix(console, plan, fresh=fresh).run(entries, jobs, events)
+    written(markdown(run), out / "matrix.md")
+    print_reasons(console, run, frozenset({"fail", "stale", "error"}))
+    console.print()
+    print_run(console, run)
+    console.print()
+    wrapped(console, f"everything is in {events}; the same as markdown in {out / 'matrix.md'}")
+    raise typer.Exit(exit_code(run))
+
+
+@app.command()
+def report(
+    files: Annotated[list[Path], typer.Argument(metavar="FILES...", help="Event files; several are shown as one run")],
+    form: Annotated[str, typer.Option("--format", help=f"One of {', '.join(get_args(Format))}")] = "terminal",
+    out: Annotated[Path | None, typer.Option("--out", help="Write to this file")] = None,
+) -> None:
+    """Show stored runs again, combined, or as markdown, JUnit or a badge."""
+    if form not in get_args(Format):
+        raise typer.BadParameter(f"{form}: expected one of {', '.join(get_args(Format))}")
+    run = combine([read_run(path) for path in files])
+    if form == "terminal":
+        console = make_console()
+        print_reasons(console, run, frozenset({"fail", "stale", "error"}))
+        print_run(console, run)
+    else:
+        written(render(run, cast("Format", form)), out)
+    raise typer.Exit(exit_code(run))
+
+
+@app.command()
 def engines() -> None:
     """List the engines that kvconform knows, and what each one declares."""
     console = make_console()
@@ -324,9 +413,12 @@ def version(
 def main(arguments: list[str] | None = None) -> NoReturn:
     """The console script: run a command and turn what goes wrong into a sentence and an exit code."""
     console = make_console(stderr=True)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a sign that the encoding lacks must not end the run
     try:
         app(args=arguments, standalone_mode=True)
-    except (ConfigRefused, EngineNotFound, ExpectationsError, TraceError, UnknownRequirement) as error:
+    except (ConfigRefused, EngineNotFound, EventsError, ExpectationsError, TraceError, UnknownRequirement) as error:
         wrapped(console, f"kvconform: {error}")
         sys.exit(USAGE)
     except OSError as error:

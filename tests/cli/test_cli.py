@@ -273,3 +273,14 @@ def test_interrupting_keeps_what_was_found(tmp_path: Path) -> None:
     assert "interrupted" in printed
     for trace in folder.glob("*.jsonl"):
         assert read_trace(trace).footer.verdict == "violated"
+
+
+def test_an_encoding_without_the_signs_does_not_end_the_run() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvconform", "engines"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"reference" in done.stdout

@@ -1,0 +1,1 @@
+"""What a run leaves behind, and its readers: one event file, shown as a table, a page, JUnit or a badge."""

@@ -1,0 +1,71 @@
+"""What a hunt found, as lines of an event file."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from conformance.engines import EngineSource
+from conformance.expectations import for_engine
+from conformance.protocol import Capabilities, EngineConfig
+from conformance.reports.events import ColumnClosed, ColumnOpened, EventWriter, FindingKept
+from conformance.requirements import load as load_requirements
+from conformance.results import Status, worst
+from fuzz.driver import Campaign
+from fuzz.hunt import Hunter
+
+
+def record_hunt(
+    events: EventWriter,
+    label: str,
+    source: EngineSource,
+    capabilities: Capabilities,
+    config: EngineConfig,
+    pinned: Collection[str],
+    hunter: Hunter,
+    state: Campaign | None,
+) -> None:
+    """Write a column with everything the hunt kept. Raises `ExpectationsError` and OSError."""
+    column = label or f"{source.name} {capabilities.version}"
+    known = for_engine(source.name).applying(capabilities)
+    contract = load_requirements()
+    events.add(
+        ColumnOpened(
+            column=column,
+            engine=source.name,
+            version=capabilities.version,
+            variant="" if capabilities.engine == source.name else capabilities.engine,
+            features=tuple(sorted(capabilities.features)),
+            reimplements=capabilities.reimplements,
+            config=config,
+            pinned=tuple(sorted(pinned)),
+        )
+    )
+    statuses: list[Status] = ["pass"]
+    for kept in hunter.kept:
+        entry = next((one for one in known if one.requirement == kept.requirement), None)
+        violation = kept.shrunk.violation
+        statuses.append("fail" if entry is None else "known")
+        events.add(
+            FindingKept(
+                column=column,
+                requirement=kept.requirement,
+                level=contract[kept.requirement].level,
+                message=violation.message,
+                expected=violation.expected,
+                got=violation.got,
+                identity=kept.identity,
+                operations=len(kept.shrunk.operations),
+                trace=events.link(kept.trace),
+                also=tuple(dict.fromkeys(symptom.requirement for symptom in kept.symptoms)),
+                known="" if entry is None else entry.describe(),
+            )
+        )
+    events.add(
+        ColumnClosed(
+            column=column,
+            status=worst(statuses),
+            runs=0 if state is None else state.runs,
+            steps=0 if state is None else state.steps,
+            behaviours={} if state is None else dict(sorted(state.behaviours.items())),
+        )
+    )
