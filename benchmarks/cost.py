@@ -3,13 +3,16 @@
     python benchmarks/cost.py driver    [--engine NAME] [--steps N]   steps per second, harness apart from engine
     python benchmarks/cost.py pool      [--steps N]                   the same workload on 64 and on 16,384 blocks
     python benchmarks/cost.py machine   [--examples N]                Hypothesis machine against an empty one
+    python benchmarks/cost.py wire      [--engine NAME] [--steps N]   the same steps in process and over the wire
 
-Best of three, because shared machines are noisy. Benchmarks measure; they assert nothing.
+Best of three, because shared machines are noisy; of the wire, where two processes take turns, elapsed time, best of
+many for each short stretch. Benchmarks measure; they assert nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Mapping
 from random import Random
@@ -40,6 +43,9 @@ from fuzz.driver import Driver, campaign
 from fuzz.machine import machine_for
 
 REPEATS = 3
+WIRE_STEPS = 400
+STRETCH = 8
+"""Operations timed at a time: a millisecond or two, which other work on the machine does not always disturb."""
 clock = time.process_time
 
 
@@ -161,6 +167,37 @@ def _session_seconds(factory: EngineFactory, config: EngineConfig, operations: l
     return spent
 
 
+def wire(engine: str, steps: int) -> None:
+    """What a step costs more when the engine is in another process.
+
+    Elapsed time, since the two processes take turns. The same workload is run again and again, and of each stretch of
+    it the best time counts, which is one that other work on the machine did not disturb.
+    """
+    here, there = load(engine), load(f"{engine}@{sys.executable}")
+    operations = _workload(WIRE_STEPS)
+    repeats = max(1, steps // WIRE_STEPS)
+    best = [_best_stretches(source.factory, operations, repeats) / WIRE_STEPS for source in (here, there)]
+    print(f"{engine}, {WIRE_STEPS} steps run {repeats} times, all oracles on, in us a step")
+    print(
+        f"  in process {1e6 * best[0]:.1f}, over the wire {1e6 * best[1]:.1f}: it adds {1e6 * (best[1] - best[0]):.1f}"
+    )
+
+
+def _best_stretches(factory: EngineFactory, operations: list[Operation], repeats: int) -> float:
+    """Elapsed seconds of the workload, of each stretch the best; building and closing the engine apart."""
+    config = EngineConfig(num_blocks=14, max_num_seqs=6)
+    best = [float("inf")] * -(-len(operations) // STRETCH)
+    for _ in range(repeats):
+        session = open_session(factory, config)
+        for index in range(len(best)):
+            begin = time.perf_counter()
+            for operation in operations[index * STRETCH : (index + 1) * STRETCH]:
+                session.apply(operation)
+            best[index] = min(best[index], time.perf_counter() - begin)
+        session.finish()
+    return sum(best)
+
+
 class EmptyMachine(RuleBasedStateMachine):
     """The shape of the engine machine with nothing in it."""
 
@@ -248,7 +285,7 @@ def _with_meter(
 def main() -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("driver", "pool", "machine"))
+    parser.add_argument("what", choices=("driver", "pool", "machine", "wire"))
     parser.add_argument("--engine", default="reference")
     parser.add_argument("--steps", type=int, default=30000)
     parser.add_argument("--examples", type=int, default=200)
@@ -258,6 +295,8 @@ def main() -> None:
         driver(arguments.engine, arguments.steps, small)
     elif arguments.what == "pool":
         pool(min(arguments.steps, 5000))
+    elif arguments.what == "wire":
+        wire(arguments.engine, arguments.steps)
     else:
         machine(arguments.examples)
 

@@ -19,6 +19,21 @@ NONSENSE: Final = (TypeError, AttributeError, LookupError, ValueError, OverflowE
 """What the harness runs into when an answer has a part of the wrong type."""
 
 
+class EngineFailed(Exception):  # noqa: N818 - named for what the engine did
+    """An engine in another process failed at a call, told as a finding tells it.
+
+    ``told`` completes the sentence that begins with the call's name. ``requirement``: the one that is broken,
+    where it is not the one that the call is judged by.
+    """
+
+    def __init__(self, told: str, *, expected: str, got: str, requirement: str = "") -> None:
+        super().__init__(f"{told} ({got})")
+        self.told = told
+        self.expected = expected
+        self.got = got
+        self.requirement = requirement
+
+
 class EngineCalls:
     """Makes the calls of one session. ``failed(requirement, message, expected, got)`` hears of what goes wrong."""
 
@@ -67,16 +82,9 @@ class EngineCalls:
 
     def raised(self, name: str, error: BaseException, requirement: str = "PRG-8") -> None:
         """A call raised ``error``."""
-        frames = traceback.extract_tb(error.__traceback__)
-        where = next((frame for frame in reversed(frames) if frame.filename != __file__), None)
-        place = "" if where is None else f" at {_short(where.filename)}:{where.lineno} in {where.name}"
-        first_line = (str(error).splitlines() or ["(no message)"])[0]
-        self._failed(
-            requirement,
-            f"{name} raised {type(error).__name__}: {first_line}{place}",
-            "the call returns",
-            type(error).__name__,
-        )
+        if not isinstance(error, EngineFailed):
+            error = raised(*raised_by(error, __file__))
+        self._failed(error.requirement or requirement, f"{name} {error.told}", error.expected, error.got)
 
     def find_malformed(self) -> bool:
         """Whether a part of the engine's last answers is not of the type its interface declares; reports it."""
@@ -89,7 +97,28 @@ class EngineCalls:
         return False
 
     def _malformed(self, name: str, problem: str) -> None:
-        self._failed("PRG-8", f"{name} answers what its interface does not allow", "data as declared", problem)
+        self.raised(name, malformed(problem))
+
+
+def raised_by(error: BaseException, caller: str) -> tuple[str, str, str]:
+    """The type of ``error``, its first line, and where it was raised: deepest, and outside the file ``caller``."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = next((frame for frame in reversed(frames) if frame.filename != caller), None)
+    place = "" if where is None else f"{_short(where.filename)}:{where.lineno} in {where.name}"
+    return type(error).__name__, (str(error).splitlines() or ["(no message)"])[0], place
+
+
+def raised(kind: str, message: str, place: str) -> EngineFailed:
+    """An exception of the engine, as a finding tells it."""
+    at = f" at {place}" if place else ""
+    return EngineFailed(f"raised {kind}: {message}{at}", expected="the call returns", got=kind)
+
+
+def malformed(problem: str) -> EngineFailed:
+    """An answer that is not of the type its interface declares."""
+    return EngineFailed(
+        "answers what its interface does not allow", expected="data as declared", got=problem, requirement="PRG-8"
+    )
 
 
 def _short(filename: str) -> str:

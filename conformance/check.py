@@ -208,7 +208,7 @@ def _wanted(ids: Iterable[str] | None) -> list[Requirement]:
     """Raises `UnknownRequirement`, naming what can be asked for."""
     contract = load_contract().requirements
     if ids is None:
-        return [row for row in contract.values() if row.layer == "engine"]
+        return list(contract.values())
     asked = list(ids)
     for one in asked:
         if one not in contract:
@@ -243,8 +243,6 @@ def judge(
     """The verdict on one requirement from the outcomes of cases, after allowing for what is ``known``."""
     own = [outcome.judged[requirement.id] for outcome in outcomes if requirement.id in outcome.judged]
     elsewhere = [case for outcome in outcomes for case in outcome.elsewhere if case.requirement == requirement.id]
-    if requirement.layer != "engine":
-        return conclude(requirement, [], (), unsupported=requirement.note)
     missing = requirement.missing(capabilities.features)
     if missing and not elsewhere:
         return conclude(requirement, [], (), unsupported=f"the engine does not declare {', '.join(missing)}")

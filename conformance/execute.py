@@ -8,6 +8,7 @@ from typing import Literal, cast
 import msgspec
 
 from conformance.calls import ENGINE_RAISES, EngineCalls
+from conformance.engines import EngineNotFound
 from conformance.operations import Operation
 from conformance.protocol import AdapterError, Capabilities, ConfigRefused, Engine, EngineConfig, EngineFactory
 from conformance.requirements import load as load_requirements
@@ -18,6 +19,10 @@ from conformance.watchdog import Watchdog
 
 BUILD_SECONDS_MAX = 120.0
 """Bound on building an engine under a watchdog: the first one of a process imports its framework."""
+
+
+SURVIVES = "PRG-8"
+"""An engine that breaks down shows nothing of any other requirement."""
 
 
 class NeverBuilt:
@@ -54,7 +59,7 @@ def open_session(
     watchdog: Watchdog | None = None,
     recorder: Recorder | None = None,
 ) -> Session:
-    """Build the engine and a session on it. Raises `ConfigRefused` when the engine will not run so.
+    """Build the engine and a session on it. Raises `ConfigRefused` when the engine will not run so, `EngineNotFound`.
 
     A feature the configuration needs and the engine does not declare is refused here, in one place.
     """
@@ -63,7 +68,7 @@ def open_session(
         watchdog.begin("the constructor", BUILD_SECONDS_MAX)
     try:
         engine = factory(config)
-    except (AdapterError, ConfigRefused):
+    except (AdapterError, ConfigRefused, EngineNotFound):
         raise
     except ENGINE_RAISES as error:
         session = Session(cast("Engine", NeverBuilt()), config, judge=judge, stop_at_first=stop_at_first)
@@ -78,6 +83,40 @@ def open_session(
         names = ", ".join(sorted(undeclared))
         raise ConfigRefused(f"{engine.capabilities.engine} does not declare {names}, which the configuration needs")
     return Session(engine, config, judge=judge, stop_at_first=stop_at_first, watchdog=watchdog, recorder=recorder)
+
+
+def open_nearest(
+    factory: EngineFactory,
+    config: EngineConfig,
+    pinned: Collection[str] = (),
+    *,
+    judge: Collection[str] | None = None,
+    stop_at_first: bool = False,
+    watchdog: Watchdog | None = None,
+) -> Session:
+    """`open_session`, on what the engine names in place of ``config`` when it refuses that, ``pinned`` fields aside."""
+    try:
+        return open_session(factory, config, judge=judge, stop_at_first=stop_at_first, watchdog=watchdog)
+    except ConfigRefused as refusal:
+        nearest = refusal.instead_of(config, pinned)
+        if nearest is None:
+            raise
+    return open_session(factory, nearest, judge=judge, stop_at_first=stop_at_first, watchdog=watchdog)
+
+
+def probe(factory: EngineFactory, config: EngineConfig, pinned: Collection[str] = ()) -> Capabilities:
+    """What the engine declares under ``config``, or what it names in its place. Raises `ConfigRefused`."""
+    try:
+        engine = factory(config)
+    except ConfigRefused as refusal:
+        nearest = refusal.instead_of(config, pinned)
+        if nearest is None:
+            raise
+        engine = factory(nearest)
+    try:
+        return engine.capabilities
+    finally:
+        engine.close()
 
 
 def execute(
@@ -148,7 +187,10 @@ class Replay(msgspec.Struct, kw_only=True):
 
 
 def replay(factory: EngineFactory, trace: Trace, watchdog: Watchdog | None = None) -> Replay:
-    """Run a trace's operations again under its configuration and judge what its footer says was broken."""
+    """Run a trace's operations again under its configuration and judge what its footer says was broken.
+
+    ERROR, and not FIXED, is an engine that breaks down on the way.
+    """
     judged = [finding.requirement for finding in trace.footer.violations]
     unknown = [requirement for requirement in judged if requirement not in load_requirements()]
     if unknown:
@@ -159,7 +201,7 @@ def replay(factory: EngineFactory, trace: Trace, watchdog: Watchdog | None = Non
         factory,
         trace.header.config,
         operations,
-        judge=judged or None,
+        judge=[*judged, SURVIVES] if judged else None,
         stop_at_first=not trace.header.to_the_end,
         watchdog=watchdog,
         record=True,
@@ -171,7 +213,11 @@ def replay(factory: EngineFactory, trace: Trace, watchdog: Watchdog | None = Non
             reason=f"the engine refuses the configuration: {execution.refused}",
             execution=execution,
         )
+    broken = [found for found in execution.violations if not judged or found.requirement in judged]
+    if broken:
+        return Replay(status="FAILED", reason=str(broken[0]), execution=execution, same_digest=same)
     if execution.violations:
-        return Replay(status="FAILED", reason=str(execution.violations[0]), execution=execution, same_digest=same)
+        reason = f"the engine broke down before {', '.join(judged)} could be judged: {execution.violations[0]}"
+        return Replay(status="ERROR", reason=reason, execution=execution, same_digest=same)
     reason = f"{', '.join(judged)} holds on this trace" if judged else "every requirement holds on this trace"
     return Replay(status="FIXED", reason=reason, execution=execution, same_digest=same)

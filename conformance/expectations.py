@@ -83,8 +83,8 @@ class Expectations(msgspec.Struct, frozen=True, kw_only=True):
     entries: tuple[Expectation, ...] = ()
 
     def fuzzed(self, version: str) -> frozenset[str]:
-        """Requirements the fuzzer does not judge on this version: each has a known failure in some variant."""
-        return frozenset(entry.requirement for entry in self.entries if entry.applies(version))
+        """Requirements the fuzzer does not judge on this version: it may come upon a known failure in some variant."""
+        return frozenset(entry.requirement for entry in self.entries if entry.applies(version) and entry.covers(FUZZ))
 
     def applying(self, capabilities: Capabilities) -> list[Expectation]:
         """The entries about this engine, as it declares itself."""
@@ -92,7 +92,11 @@ class Expectations(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def for_engine(name: str) -> Expectations:
-    """The expectations that come with kvconform for the engine ``name``, if any. Raises `ExpectationsError`."""
+    """The expectations that come with kvconform for the engine ``name``, if any. Raises `ExpectationsError`.
+
+    ``NAME@PYTHON`` is the engine NAME.
+    """
+    name = name.partition("@")[0]
     resource = files("conformance").joinpath("expectations").joinpath(f"{name}.toml")
     if not name.replace("-", "").isalnum() or not resource.is_file():
         return Expectations(source=f"{name}.toml")

@@ -11,7 +11,10 @@ from collections.abc import Iterator
 
 from conformance.need import PreemptionVerdict
 from conformance.protocol import BlockId, EngineConfig
-from conformance.trace import StepOutcome, Trace
+from conformance.trace import DeviceOutcome, StepOutcome, Trace
+
+DEVICE_CALLS_SHOWN = 12
+"""The last ones: a finding is over soon after its cause."""
 
 
 def steps_of(trace: Trace) -> Iterator[StepOutcome]:
@@ -21,10 +24,10 @@ def steps_of(trace: Trace) -> Iterator[StepOutcome]:
 
 
 def explain(trace: Trace) -> list[str]:
-    """The explanation, one paragraph a string: configuration, preemptions, block ids, violations."""
+    """The explanation, one paragraph a string: configuration, preemptions, block ids, device calls, violations."""
     config = trace.header.config
     steps = list(steps_of(trace))
-    paragraphs = [_setting(trace)]
+    paragraphs = [setting(trace)]
     count: dict[str, int] = {}
     for step in steps:
         for verdict in step.preempted:
@@ -40,6 +43,7 @@ def explain(trace: Trace) -> list[str]:
             f"needless, {_some(wasted, 'position')} thrown away to be computed again."
         )
     paragraphs.append(_block_ids(steps, config))
+    paragraphs.extend(_device_calls(steps))
     paragraphs.extend(
         f"{finding.requirement} is broken in step {finding.step}: {finding.message}. "
         f"Expected {finding.expected}; got {finding.got}."
@@ -48,9 +52,11 @@ def explain(trace: Trace) -> list[str]:
     return paragraphs
 
 
-def _setting(trace: Trace) -> str:
+def setting(trace: Trace) -> str:
+    """Engine, release and configuration in one sentence."""
     config = trace.header.config
     whole = "; one block holds a whole sequence" if config.block_size >= config.max_model_len else ""
+    whole += ", on a device of fixed batch" if config.fixed_batch else ""
     options = "".join(f", {name} = {value}" for name, value in sorted(config.engine_options.items()))
     return (
         f"{trace.header.engine} {trace.header.engine_version}: {config.num_blocks} blocks of {config.block_size} "
@@ -114,6 +120,28 @@ def _block_ids(steps: list[StepOutcome], config: EngineConfig) -> str:
             f" A device with one line per sequence has lines 0 to {config.max_num_seqs - 1}: used as a line "
             f"number, {who} names a line that does not exist."
         )
+    return text
+
+
+def _device_calls(steps: list[StepOutcome]) -> Iterator[str]:
+    """How often the device was called, and who was on which line in the last calls."""
+    calls = [(step.step, call) for step in steps for call in step.device]
+    if calls:
+        decodes = sum(call.route == "decode" for _, call in calls)
+        prefills = sum(len(call.rows) for _, call in calls if call.route == "prefill")
+        yield f"The device ran {_some(decodes, 'decode')} and prefilled {_some(prefills, 'prompt')}; its last calls:"
+    for step, call in calls[-DEVICE_CALLS_SHOWN:]:
+        yield f"Step {step}, {_device_call(call)}"
+
+
+def _device_call(call: DeviceOutcome) -> str:
+    at = "to" if call.route == "prefill" else "at"
+    rows = ", ".join(f"{name} on line {line} {at} position {position}" for name, line, position in call.rows)
+    text = f"{call.route}{f' of width {call.width}' if call.width > 1 else ''}: {rows}."
+    if call.returned:
+        text += f" What came back was given to {', '.join(call.returned)}."
+    if call.compiled:
+        text += f" {_some(call.compiled, 'graph')} had to be compiled."
     return text
 
 

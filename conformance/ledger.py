@@ -21,7 +21,7 @@ from conformance.protocol import (
     Usage,
 )
 from conformance.shadow_kv import Reader
-from conformance.token_model import PrefixTree
+from conformance.token_model import Model, PrefixTree
 
 
 class RequestState(Enum):
@@ -49,7 +49,9 @@ class SequenceRecord:
         "len_min",
         "nodes",
         "readers",
+        "rejected",
         "request",
+        "set_aside_step",
         "settled",
         "tables",
         "tokens",
@@ -66,9 +68,14 @@ class SequenceRecord:
         self.tables: list[list[BlockId]] = []
         self.readers: list[Reader] = []
         self.drafts: list[int] = []
+        """What the model proposed after the last token it sampled."""
+        self.rejected: dict[int, int] = {}
+        """Step in flight -> drafts of it that were rejected, which the engine has not been told."""
         self.final_len: int | None = None
         """Length at which the sequence ended, once its last token is sampled."""
         self.done_at_step: int | None = None
+        self.set_aside_step: int | None = None
+        """The step before which it was last preempted without the request's other sequences."""
         self.settled = False
         """Its end was committed: from then on it holds nothing and is not counted."""
         self.len_min = len(tokens)
@@ -81,6 +88,13 @@ class SequenceRecord:
     @property
     def done(self) -> bool:
         return self.final_len is not None
+
+    def forget(self, length: int) -> None:
+        """Drop the tokens from ``length`` on: a preemption lost them, and they will be sampled again."""
+        del self.tokens[length:]
+        del self.nodes[length:]
+        self.computed = min(self.computed, length - 1)
+        self.final_len = self.done_at_step = None
 
     def __repr__(self) -> str:
         return f"<{self.name} {self.computed}/{len(self.tokens)}>"
@@ -200,6 +214,8 @@ class Ledger:
         "config",
         "distinct_held",
         "ended",
+        "group_sizes",
+        "group_windows",
         "holders",
         "live",
         "null_before",
@@ -210,13 +226,17 @@ class Ledger:
         "usable_blocks",
     )
 
-    def __init__(self, config: EngineConfig, capabilities: Capabilities) -> None:
+    def __init__(self, config: EngineConfig, capabilities: Capabilities, model: Model | None = None) -> None:
         self.config = config
         self.null_before = capabilities.null_block
         """The null block of the tables as they are kept here: what was set aside in this step is not in them."""
         self.declare(capabilities)
         self.block_size = config.block_size
-        self.tree = PrefixTree()
+        groups = config.kv_cache_groups
+        self.group_sizes = tuple(group.block_size for group in groups) or (config.block_size,)
+        """Tokens of a block in each KV-cache group."""
+        self.group_windows = tuple(group.sliding_window for group in groups) or (config.sliding_window,)
+        self.tree = PrefixTree(model)
         self.requests: dict[RequestId, RequestRecord] = {}
         self.live: dict[RequestId, RequestRecord] = {}
         """Live requests in order of arrival."""
@@ -250,12 +270,26 @@ class Ledger:
         self.live[spec.request_id] = request
         return request
 
+    def fork_ahead(self, request: RequestRecord) -> None:
+        """Give what there is of sequence 0's prompt to the others; which blocks they share, their tables will tell."""
+        first = request.sequences[0]
+        for seq in range(1, request.spec.n):
+            child = SequenceRecord(request, seq, list(first.tokens), list(first.nodes))
+            child.computed = child.high_water = first.computed
+            request.sequences.append(child)
+
+    def conversation(self, index: int | None) -> list[int]:
+        """Prompt and outputs of the ended request number ``index`` modulo those; nothing when there is none."""
+        if index is None or not self.ended:
+            return []
+        return self.requests[self.ended[index % len(self.ended)]].sequences[0].tokens
+
     def fork(self, request: RequestRecord) -> None:
         """Give sequence 0's prompt, and the blocks it fills, to the other n - 1 sequences."""
         assert not request.forked, "a request forks once, when its prompt is computed"
         first = request.sequences[0]
-        sizes = [group.block_size for group in self.config.kv_cache_groups] or [self.block_size]
-        filled = [-(-first.computed // size) for size in sizes]  # what lies ahead of the prompt is sequence 0's own
+        # What lies ahead of the prompt is sequence 0's own.
+        filled = [-(-first.computed // size) for size in self.group_sizes]
         for seq in range(1, request.spec.n):
             child = SequenceRecord(request, seq, list(first.tokens), list(first.nodes))
             child.computed = child.high_water = first.computed
@@ -285,6 +319,8 @@ class Ledger:
             request.state = RequestState.PREEMPTED
             for record in request.sequences:
                 record.computed = 0
+                record.drafts = []
+                record.rejected = {}
 
     def resume(self, request: RequestRecord) -> None:
         """The request runs: for the first time, or again."""
@@ -368,8 +404,10 @@ class Ledger:
         return total
 
     def blocks_for(self, tokens: int) -> int:
-        """ceil(tokens / block_size)."""
-        return -(-tokens // self.block_size)
+        """ceil(tokens / block_size), summed over the KV-cache groups."""
+        if len(self.group_sizes) == 1:
+            return -(-tokens // self.block_size)
+        return sum([-(-tokens // size) for size in self.group_sizes])
 
     def full_blocks(self, request: RequestRecord) -> int:
         """Blocks that hold all tokens of the request when its sequences have run to their end, sharing nothing."""
@@ -385,11 +423,19 @@ class Ledger:
     @property
     def tokens_max(self) -> int:
         """Tokens a sequence may reach, outputs included, by what the engine says max_model_len limits."""
-        return self.config.max_model_len + (1 if self.capabilities.length_cap == "computed" else 0)
+        most = self.config.max_model_len + (1 if self.capabilities.length_cap == "computed" else 0)
+        own = self.capabilities.sequence_tokens_max
+        return most if own is None else min(most, own)
 
     @property
     def has_token_budget(self) -> bool:
         return "token_budget" in self.capabilities.features
+
+    @property
+    def running_max(self) -> int:
+        """Sequences that the engine admits to its running set."""
+        fewer = self.capabilities.running_max
+        return self.config.max_num_seqs if fewer is None else min(fewer, self.config.max_num_seqs)
 
     @property
     def watermark_blocks(self) -> int:
@@ -406,12 +452,19 @@ class Ledger:
         The last token sampled is never computed; the sequences of a request share its prompt's full blocks;
         behind a sliding window a sequence may give blocks back.
         """
-        blocks = self.blocks_for(self._capped(request.full_len - 1))
-        window = self.config.sliding_window
-        if window is not None:
-            blocks = min(blocks, self.blocks_for(window))
+        length = self._capped(request.full_len - 1)
+        blocks = sum(
+            -(-min(length, window or length) // size)
+            for size, window in zip(self.group_sizes, self.group_windows, strict=True)
+        )
+        if self.capabilities.sequences_apart:
+            return blocks > self.usable_blocks
         shared = min(blocks, len(request.spec.prompt) // self.block_size)
         return blocks * request.spec.n - shared * (request.spec.n - 1) > self.usable_blocks
+
+    def name_of(self, key: SequenceKey) -> str:
+        """As `SequenceRecord.name`, of a sequence that may not be forked yet."""
+        return key[0] if self.requests[key[0]].spec.n == 1 else f"{key[0]}/{key[1]}"
 
     def saw(self, behaviour: str) -> None:
         """Count one occurrence of a notable behaviour."""

@@ -1,8 +1,8 @@
 """Real need: the blocks that sequences must get in a step, exactly, and what that says of a preemption.
 
 Real need of a set of running requests = sum over their sequences of
-``ceil((tokens + new tokens + lookahead) / block_size) - blocks owned``, plus one block for every sequence
-that must copy a shared block before it writes (the last holder may write in place). The engine's own
+``ceil((tokens + new tokens + lookahead) / block_size) - blocks owned``, in each KV-cache group, plus one block for
+every sequence that must copy a shared block before it writes (the last holder may write in place). The engine's own
 arithmetic may count more than that; the difference is what vLLM issue 8007 is about.
 """
 
@@ -47,12 +47,13 @@ def real_need(ledger: Ledger, requests: list[RequestRecord]) -> int:
             length = _next_length(record, config.max_num_batched_tokens if ledger.has_token_budget else None)
             if ledger.has_length_limit:
                 length = min(length, config.max_model_len)
-            blocks = ledger.blocks_for(length + config.num_lookahead_slots)
-            table = record.tables[0] if record.tables else []
-            total += max(0, blocks - len(table))
-            index = record.computed // ledger.block_size
-            if index < len(table) and ledger.holders.get(table[index], 0) > 1:
-                writers[table[index]] += 1
+            length += config.num_lookahead_slots + ledger.capabilities.lookahead_tokens
+            for group, size in enumerate(ledger.group_sizes):
+                table = record.tables[group] if record.tables else []
+                total += max(0, -(-length // size) - len(table))
+                index = record.computed // size
+                if index < len(table) and ledger.holders.get(table[index], 0) > 1:
+                    writers[table[index]] += 1
     for block, count in writers.items():
         total += count if ledger.holders[block] > count else count - 1
     return total
@@ -64,8 +65,8 @@ def _to_run(request: RequestRecord, *, pipelined: bool) -> list[SequenceRecord]:
 
 
 def _next_length(record: SequenceRecord, budget: int | None) -> int:
-    """Length up to which the next step computes: one token in decode, at most the budget in prefill."""
-    length = len(record.tokens)
+    """Length up to which the next step computes: one token and its drafts in decode, at most the budget in prefill."""
+    length = len(record.tokens) + len(record.drafts) + sum(record.rejected.values())
     return length if budget is None else min(length, record.computed + budget)
 
 

@@ -22,6 +22,8 @@ class Add(msgspec.Struct, frozen=True, tag="add", omit_defaults=True, forbid_unk
     The first ``shared_len`` prompt tokens are those of the prompt family ``family`` (requests of one family
     share them); the others are the request's own. With ``stop_after`` the model emits the request's stop
     token as its output number ``stop_after`` (counted from 1); with n > 1 each further sequence one later.
+    With ``continues`` the prompt begins, as far as its length goes, with the conversation of an ended request (number
+    ``continues`` modulo those): its prompt and the outputs of its first sequence.
     """
 
     prompt_len: Count
@@ -34,6 +36,7 @@ class Add(msgspec.Struct, frozen=True, tag="add", omit_defaults=True, forbid_unk
     salt: int = 0
     adapter: int = 0
     encoder_sizes: tuple[Count, ...] = ()
+    continues: Count | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", omit_defaults=True, forbid_unknown_fields=True):
@@ -74,6 +77,8 @@ def describe(operation: Operation) -> str:
             parts = [f"add prompt {operation.prompt_len} + {operation.max_tokens} tokens"]
             if operation.shared_len:
                 parts.append(f"sharing {operation.shared_len} of family {operation.family}")
+            if operation.continues is not None:
+                parts.append(f"continuing ended request {operation.continues}")
             named = ((name, getattr(operation, name)) for name in ("priority", "salt", "adapter"))
             parts.extend(f"{name} {value}" for name, value in named if value)
             if operation.n > 1:

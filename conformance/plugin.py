@@ -19,6 +19,7 @@ DEFAULT_ENGINE = "reference"
 VERDICT: pytest.StashKey[Verdict] = pytest.StashKey()
 """Where a test of the suite leaves what it found."""
 _MARKERS = (
+    "assertion(number, only=None): the assertion about Neuron devices that the test shows",
     "requirement(id): the requirement of the contract that the test judges",
     "neuron: needs a Neuron device (inf2, trn1) and its SDK",
     "slow: takes more than about ten seconds",
@@ -34,8 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--engine",
         metavar="NAME",
         default=None,
-        help="engine to test: a built-in, an entry point of kvconform.engines, or package.module:factory "
-        f"(default: {DEFAULT_ENGINE})",
+        help="engine to test: a built-in, an entry point of kvconform.engines, package.module:factory, exec:COMMAND, "
+        f"or NAME@PYTHON (default: {DEFAULT_ENGINE})",
     )
     group.addoption("--kv-preset", metavar="NAME", default=None, help="pin the fields of a preset, such as neuron")
     group.addoption(
@@ -51,12 +52,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="known failures of the engine, instead of those that come with kvconform",
     )
+    group.addoption(
+        "--neuron-destructive",
+        action="store_true",
+        help="with neuron_tests -m neuron: run what may wedge a NeuronCore as well, last",
+    )
+    group.addoption(
+        "--neuron-report", metavar="FILE", default=None, help="with neuron_tests: write what was found to FILE, as JSON"
+    )
+    group.addoption(
+        "--kv-validate-wire",
+        action="store_true",
+        help="hold every line to and from an engine in another process to the wire protocol",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers, so that --strict-markers works for users too."""
     for marker in _MARKERS:
         config.addinivalue_line("markers", marker)
+    if config.getoption("numprocesses", None) and any("neuron_tests" in word for word in config.args):
+        marks = config.getoption("markexpr", "")
+        if "neuron" in marks and "not neuron" not in marks:
+            raise pytest.UsageError("the cores of a Neuron device belong to one process: run its suite without -n")
+        if config.getoption("neuron_report"):
+            raise pytest.UsageError("--neuron-report is written by one process: run without -n")
     config.pluginmanager.register(_Collector(config), "kvconform-collector")
 
 

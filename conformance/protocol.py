@@ -12,7 +12,7 @@ a *slot* is one position inside one block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
 import msgspec
@@ -31,9 +31,11 @@ NotNegative: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 Feature: TypeAlias = Literal[
     "abort",
     "chunked_prefill",
+    "device",
     "encoder_cache",
     "fork",
     "identity",
+    "kv_cache_groups",
     "length_limit",
     "lookahead",
     "pipeline",
@@ -50,9 +52,11 @@ Feature: TypeAlias = Literal[
     "usage",
     "watermark",
 ]
-"""What an engine may declare. ``fork``: n > 1 sequences per request. ``identity``: cache salt, adapter or
-multimodal content of a request keeps its KV apart. ``length_limit`` / ``token_budget``: the engine obeys
-max_model_len / max_num_batched_tokens. ``snapshot`` / ``usage``: the engine can show its books."""
+"""What an engine may declare. ``device``: it hands cache lines to a device of fixed batch and fixed shapes, always
+or when ``EngineConfig.fixed_batch`` asks for it. ``fork``: n > 1 sequences per request. ``identity``: cache salt,
+adapter or multimodal content of a request keeps its KV apart. ``kv_cache_groups``: it can be given several.
+``length_limit`` / ``token_budget``: the engine obeys max_model_len / max_num_batched_tokens. ``snapshot`` /
+``usage``: the engine can show its books."""
 
 
 class EngineFault(Exception):  # noqa: N818 - named for whose it is
@@ -64,7 +68,20 @@ class RequestRefused(Exception):  # noqa: N818 - an answer, not an error of ours
 
 
 class ConfigRefused(ValueError):  # noqa: N818 - an answer, not an error of ours
-    """The engine does not accept this `EngineConfig`; the message names the field, the value and the rule."""
+    """The engine does not accept this `EngineConfig`; the message names the field, the value and the rule.
+
+    ``instead``: the nearest configuration that it does accept, where the adapter can tell.
+    """
+
+    def __init__(self, message: str, instead: EngineConfig | None = None) -> None:
+        super().__init__(message)
+        self.instead = instead
+
+    def instead_of(self, config: EngineConfig, pinned: Collection[str] = ()) -> EngineConfig | None:
+        """``instead``, unless it changes a field that is ``pinned``."""
+        if self.instead is None or any(getattr(self.instead, name) != getattr(config, name) for name in pinned):
+            return None
+        return self.instead
 
 
 class AdapterError(Exception):
@@ -102,6 +119,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     watermark: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
     pipeline_depth: AtLeastOne = 1
     encoder_cache_size: NotNegative = 0
+    fixed_batch: bool = False
+    """Run on a device of fixed batch and fixed shapes, where the engine has one (feature ``device``)."""
     kv_cache_groups: tuple[KVCacheGroup, ...] = ()
     engine_options: dict[str, OptionValue] = {}
 
@@ -128,10 +147,24 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             needed.add("pipeline")
         if self.encoder_cache_size:
             needed.add("encoder_cache")
+        if self.kv_cache_groups:
+            needed.add("kv_cache_groups")
         return needed
 
 
-class Capabilities(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DeviceShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a fixed-batch device was compiled for at start-up; it runs nothing else without compiling again.
+
+    ``batch``: lines of its KV cache, one sequence each. Buckets are tokens, ascending: the prompt lengths it prefills
+    at (a shorter prompt is padded), and the sequence lengths up to which it decodes.
+    """
+
+    batch: AtLeastOne
+    context_buckets: tuple[AtLeastOne, ...]
+    token_buckets: tuple[AtLeastOne, ...]
+
+
+class Capabilities(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """What an engine declares about itself. Nothing undeclared is held against it: it is UNSUPPORTED."""
 
     engine: str
@@ -146,12 +179,27 @@ class Capabilities(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """States in which a request may go on holding blocks."""
     deferred_free_steps: int = 0
     """Commits for which blocks of a finished, aborted or preempted request may stay held."""
+    steps_in_order: bool = False
+    """Steps in flight run one after the other on the device: a block may be handed on before they are committed."""
     preallocated_blocks: int = 0
     """Blocks a table may hold beyond what its known tokens plus lookahead need."""
+    lookahead_tokens: int = 0
+    """Tokens beyond the next one for which a decode is given room, on top of what is configured."""
+    running_max: int | None = None
+    """Sequences the engine admits to its running set, where that is fewer than max_num_seqs."""
+    prefill_interval: int = 1
+    """Steps from one prefill to the next while somebody decodes: newcomers wait for their turn."""
+    sequence_tokens_max: int | None = None
+    """Tokens a sequence may reach by the engine's own reckoning, where that may be less than max_model_len."""
     block_size_min: int = 1
     block_size_max: int | None = None
     length_cap: Literal["tokens", "computed"] = "tokens"
     """What max_model_len limits: all tokens of a sequence or only the positions computed (one token more)."""
+    sequences_apart: bool = False
+    """Forks a request before its prompt is computed to the end; then each sequence is scheduled and preempted alone.
+
+    A request about to be forked may be planned with no token.
+    """
     merges_equal_blocks: bool = False
     """A table's full block may be replaced by another one with the same content (no copy is named)."""
     chunks_whole_blocks: bool = False
@@ -162,6 +210,13 @@ class Capabilities(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Preempts a running request so that a waiting one of higher priority may run."""
     reset_with_live: Literal["refused", "unused_only", "preempts"] = "refused"
     """What reset_prefix_cache does while requests are live: nothing, drop unused blocks, or preempt."""
+    device: DeviceShape | None = None
+    """The fixed-batch device the engine runs on as it is configured; its plans then name every `DeviceCall`."""
+    blocks_beyond_lines: int = 0
+    """Blocks the engine insists on beside one for each line of its device, where it sizes the pool by its lines."""
+    own_model: bool = False
+    """The engine takes its tokens from a model of its own, as `OwnModel` and `CommitResult.taken` tell. Nobody can
+    make such a model stop, so ``stop_token`` is not declared with it."""
     options: dict[str, str] = {}
     """Names of `EngineConfig.engine_options` the adapter takes, each with one sentence of help."""
     swarm_options: dict[str, tuple[OptionValue, ...]] = {}
@@ -170,7 +225,7 @@ class Capabilities(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """What the adapter does in the engine's stead, one sentence each; shown in the matrix."""
 
 
-class EncoderItem(msgspec.Struct, frozen=True):
+class EncoderItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An encoder input (an image, say) that occupies positions ``[first, first + size)`` of the prompt."""
 
     key: str
@@ -178,7 +233,7 @@ class EncoderItem(msgspec.Struct, frozen=True):
     size: int
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One request as the harness hands it to an engine. ``arrival`` is an ordinal, never a clock."""
 
     request_id: RequestId
@@ -194,13 +249,17 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     encoder_items: tuple[EncoderItem, ...] = ()
 
 
-class SequencePlan(msgspec.Struct, kw_only=True):
+class SequencePlan(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """One sequence to run in a step: positions ``[first, first + num_tokens)`` through ``block_tables``.
 
     ``samples`` is true when the engine expects a token for this sequence at the end of the step. When the
     prompt of a request with n > 1 completes, sequence 0 alone is planned and all n first tokens are given.
     ``token_ids`` are the input tokens the model runner is told to run, when it is told.
-    ``draft_tokens`` are the last ``len(draft_tokens)`` of the ``num_tokens`` positions.
+    ``draft_tokens`` are the last ``len(draft_tokens)`` of the ``num_tokens`` positions; one below 0 is a place that the
+    engine pads, which holds no draft and is always rejected.
+    ``optimistic``: the engine does not know yet how many drafts of the steps in flight are accepted, and ``first``
+    takes all of them for accepted. The model runner starts earlier by those it rejected, and runs the drafts that it
+    proposed itself after the last of those steps.
     """
 
     request_id: RequestId
@@ -211,9 +270,10 @@ class SequencePlan(msgspec.Struct, kw_only=True):
     samples: bool = True
     token_ids: list[int] | None = None
     draft_tokens: list[int] = []
+    optimistic: bool = False
 
 
-class BlockMove(msgspec.Struct, frozen=True):
+class BlockMove(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A block operation the model runner does before the forward pass, in the order given.
 
     ``copy``: device to device. ``swap_out``: device ``src`` to host ``dst``. ``swap_in``: host ``src`` to
@@ -225,7 +285,7 @@ class BlockMove(msgspec.Struct, frozen=True):
     dst: BlockId
 
 
-class Preemption(msgspec.Struct, kw_only=True):
+class Preemption(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """A request taken off the running set in this step, in the order the engine chose its victims.
 
     The optional fields are the engine's own arithmetic at that moment, for `kvconform explain`:
@@ -234,19 +294,40 @@ class Preemption(msgspec.Struct, kw_only=True):
 
     request_id: RequestId
     mode: Literal["recompute", "swap"]
+    seq: int | None = None
+    """One of several sequences, while the others go on; None: all of them."""
     blocks_counted: int | None = None
     blocks_free: int | None = None
     asked_by: RequestId | None = None
 
 
-class Rejection(msgspec.Struct, frozen=True):
+class Rejection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A queued request the engine gave up on while scheduling."""
 
     request_id: RequestId
     reason: str
 
 
-class StepPlan(msgspec.Struct, kw_only=True):
+class DeviceCall(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """One call into a fixed-batch device: row ``i`` runs sequence ``rows[i]`` on cache line ``lines[i]``.
+
+    A prefill writes a line from position 0 on. A decode runs one token on each line, those it does not name included.
+    ``route`` is the one that the *device* takes: by the width of the input alone, a prompt of one token may be a
+    decode to it. ``positions``: of each row's last token. ``width``: tokens of a row as handed over, padding included.
+    ``returned[i]``: the sequence that was given what the device computed for ``rows[i]``; None where that cannot be
+    told. ``compiled``: graphs the call made the device compile.
+    """
+
+    route: Literal["prefill", "decode"]
+    rows: list[SequenceKey]
+    lines: list[int]
+    positions: list[int]
+    width: int
+    returned: list[SequenceKey] | None = None
+    compiled: int = 0
+
+
+class StepPlan(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """Everything one step does, as the model runner is told. ``step`` counts `schedule` calls from 0."""
 
     step: int
@@ -258,16 +339,18 @@ class StepPlan(msgspec.Struct, kw_only=True):
     """(request, index into its encoder_items) computed into the encoder cache in this step."""
     encoder_freed: list[str] = []
     """Keys of encoder items evicted before this step runs."""
+    device_calls: list[DeviceCall] = []
+    """What the step hands to the engine's fixed-batch device, in order."""
 
 
-class Sampled(msgspec.Struct):
+class Sampled(msgspec.Struct, forbid_unknown_fields=True):
     """What the model returns for one sequence: accepted tokens, then drafts proposed for its next step."""
 
     tokens: list[int]
     drafts: list[int] = []
 
 
-class Finished(msgspec.Struct, kw_only=True):
+class Finished(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """A request the engine reports as complete, with the output tokens of each of its n sequences."""
 
     request_id: RequestId
@@ -275,13 +358,23 @@ class Finished(msgspec.Struct, kw_only=True):
     reason: str = ""
 
 
-class CommitResult(msgspec.Struct):
+class Taken(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """The tokens that an engine with a model of its own took for one sequence in a step."""
+
+    request_id: RequestId
+    seq: int = 0
+    tokens: list[int]
+
+
+class CommitResult(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """What the engine says after it has taken the tokens of a step."""
 
     finished: list[Finished] = []
+    taken: list[Taken] = []
+    """What came of the engine's own model, which it went on with in place of what it was handed."""
 
 
-class Usage(msgspec.Struct, kw_only=True):
+class Usage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """The engine's own cheap figures, read after every call. None: the engine has no such figure."""
 
     free_blocks: int | None = None
@@ -344,6 +437,17 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release what the engine holds; the engine is not used afterwards."""
+
+
+class OwnModel(Protocol):
+    """What an engine that declares ``own_model`` has besides: the truth that its tokens are held against."""
+
+    def reference_token(self, tokens: list[int]) -> int:
+        """The token that follows ``tokens`` (a prompt and outputs so far), computed apart from the engine.
+
+        A function of ``tokens`` alone. Tokens of prompts are below `conformance.token_model.VOCABULARY_SIZE`, those
+        that are returned below 2**20. What it raises is the adapter's fault.
+        """
 
 
 EngineFactory: TypeAlias = Callable[[EngineConfig], Engine]

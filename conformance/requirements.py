@@ -30,7 +30,6 @@ else:
     import tomli as tomllib
 
 Level: TypeAlias = Literal["MUST", "SHOULD", "MAY"]
-Layer: TypeAlias = Literal["engine", "device"]
 
 LEVELS: Final[tuple[Level, ...]] = ("MUST", "SHOULD", "MAY")
 """The levels of the contract, the most binding one first."""
@@ -65,7 +64,6 @@ class Requirement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     oracle: str
     needs: tuple[Feature, ...] = ()
     needs_any: tuple[Feature, ...] = ()
-    layer: Layer = "engine"
     note: str = ""
 
     @property

@@ -30,7 +30,9 @@ def execute_step(ledger: Ledger, facts: StepFacts, step: int) -> dict[SequenceKe
                 for sequence in request.sequences:
                     sampled[sequence.key] = _sample(ledger, sequence, [], step)
             else:
-                sampled[record.key] = _sample(ledger, record, drafts, step)
+                sample = sampled[record.key] = _sample(ledger, record, drafts, step)
+                if drafts:
+                    record.rejected[facts.plan.step] = len(drafts) + 1 - len(sample.tokens)
         record.high_water = max(record.high_water, record.computed)
     return sampled
 
@@ -49,22 +51,25 @@ def _sample(ledger: Ledger, record: SequenceRecord, drafts: list[int], step: int
         tokens.append(token)
         record.tokens.append(token)
         record.nodes.append(tree.extend(record.nodes[-1], token))
-        ended = token == STOP_TOKEN or len(record.tokens) >= request.full_len
+        ended = stops or len(record.tokens) >= request.full_len
         if ended and record.final_len is None:
             record.final_len = len(record.tokens)
             record.done_at_step = step
-        if ended or not remaining or remaining.pop(0) != token:
+        # The model knows of no end: it samples on as far as drafts agree, and the engine is to cut that off.
+        if not remaining or remaining.pop(0) != token:
             break
         record.computed += 1
         ledger.saw("draft accepted")
     width = ledger.config.num_speculative_tokens
-    return Sampled(tokens, _propose(ledger, record, width) if width else [])
+    if width:
+        record.drafts = _propose(ledger, record, width)
+    return Sampled(tokens, list(record.drafts))
 
 
 def _propose(ledger: Ledger, record: SequenceRecord, width: int) -> list[int]:
     """Drafts for the next step: right for a while, then wrong, as the prefix decides."""
     tree, node = ledger.tree, record.nodes[-1]
-    right = node % (width + 1)
+    right = tree.next_token(node, record.seq + 1) % (width + 1)
     drafts = []
     for number in range(width):
         token = tree.next_token(node, record.seq)

@@ -35,7 +35,7 @@ from conformance.protocol import (
     Usage,
 )
 from conformance.sampling import execute_step
-from conformance.token_model import request_from
+from conformance.token_model import PADDING_TOKEN, model_of, request_from
 from conformance.trace import Recorder
 from conformance.watchdog import Watchdog
 
@@ -48,6 +48,10 @@ CORRUPTING = frozenset(
         "ACC-3",
         "ACC-4",
         "ACC-9",
+        "DEV-1",
+        "DEV-2",
+        "DEV-3",
+        "DEV-4",
         "ID-1",
         "KV-1",
         "KV-2",
@@ -61,6 +65,8 @@ CORRUPTING = frozenset(
     }
 )
 """After one of these the books no longer mean anything: the session ends at the end of the step."""
+SPOILING = frozenset({"DEV-1", "DEV-2", "DEV-3", "DEV-4"})
+"""After one of these the tokens of an engine's own device mean nothing: wrong ones are symptoms."""
 
 
 class Violation(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -99,8 +105,10 @@ class Session:
         self.engine = engine
         self.config = config
         self.capabilities = engine.capabilities
-        self.ledger = Ledger(config, self.capabilities)
-        self.oracles = [oracle(self.ledger, self._report) for oracle in ORACLES if oracle.concerns(config)]
+        self.ledger = Ledger(config, self.capabilities, model_of(engine))
+        self.oracles = [
+            oracle(self.ledger, self._report) for oracle in ORACLES if oracle.concerns(config, self.capabilities)
+        ]
         self._hear()
         self.violations: list[Violation] = []
         self.over = False
@@ -113,6 +121,8 @@ class Session:
         self._accounting = next(o for o in self.oracles if isinstance(o, AccountingOracle))
         self._judge = None if judge is None else frozenset(judge)
         self._stop_at_first = stop_at_first
+        self._spoilt = False
+        """A spoiling requirement was broken, whether it is judged or not: nothing is committed any more."""
         self._calls = EngineCalls(self.engine_failed, watchdog)
         self._recorder = recorder
         self._in_flight: deque[tuple[StepPlan, dict[SequenceKey, Sampled]]] = deque()
@@ -138,6 +148,7 @@ class Session:
         self._before_step = hooks("before_step")
         self._on_step = hooks("on_step")
         self._after_step = hooks("after_step")
+        self._on_taken = hooks("on_taken")
         self._on_commit = hooks("on_commit")
 
     # -- operations --------------------------------------------------------------------------------------
@@ -207,7 +218,7 @@ class Session:
         ):
             return None
         ledger = self.ledger
-        spec = request_from(operation, len(ledger.requests))
+        spec = request_from(operation, len(ledger.requests), ledger.conversation(operation.continues))
         request = ledger.add(spec, operation.stop_after, self.steps)
         try:
             self._calls.make("add_request", self.engine.add_request, spec, answers=(RequestRefused,))
@@ -245,6 +256,9 @@ class Session:
             for oracle in self.oracles:
                 oracle.on_reset(done)
             self._note({"reset": done})
+            if done and self.capabilities.reset_with_live == "preempts":
+                for request in list(self.ledger.running.values()):
+                    self._preempt(request, "recompute", self.steps)
         self._refresh_usage()
         if done and not self.ledger.live:
             self.audit()
@@ -269,6 +283,8 @@ class Session:
         if self.over:
             return
         scheduled = self._schedule()
+        if self._spoilt:
+            return
         if self._in_flight and (len(self._in_flight) >= self._depth or not scheduled):
             self._commit()
         if not self.over and self.steps % self.audit_every_steps == 0:
@@ -278,7 +294,11 @@ class Session:
         ledger = self.ledger
         facts_usage = self._usage
         free = ledger.free_blocks
-        may_hold_more = self.capabilities.keeps_blocks or self.capabilities.deferred_free_steps
+        may_hold_more = (
+            self.capabilities.keeps_blocks
+            or self.capabilities.deferred_free_steps
+            or (any(self.ledger.group_windows) and self._depth > 1)  # what is in flight may still read them
+        )
         if may_hold_more and facts_usage.free_blocks is not None:
             free = min(free, facts_usage.free_blocks)
         plan = self._calls.make("schedule", self.engine.schedule, expects=StepPlan)
@@ -321,7 +341,13 @@ class Session:
             request = ledger.live.get(preemption.request_id)
             if request is None:
                 return self._wrong_plan(preemption.request_id, "preempts", plan)
-            facts.preempted.append((request, preemption))
+            if preemption.seq is not None and any(
+                not record.settled for record in request.sequences if record.seq != preemption.seq
+            ):
+                self._set_aside(request.sequences[preemption.seq], preemption.mode, plan.step)
+            else:
+                facts.preempted.append((request, preemption))
+        self._check_device_calls(plan)
         groups = max(1, len(self.config.kv_cache_groups))
         seen: set[SequenceKey] = set()
         for sequence in plan.sequences:
@@ -329,13 +355,15 @@ class Session:
             if request is None:
                 return self._wrong_plan(sequence.request_id, "runs", plan)
             if (
-                sequence.num_tokens < 1
+                sequence.num_tokens < (0 if self.capabilities.sequences_apart else 1)
                 or sequence.first < 0
                 or not 0 <= sequence.seq < request.spec.n
                 or len(sequence.block_tables) != groups
             ):
                 raise AdapterError(f"step {plan.step}: malformed {sequence!r}")
             key = (sequence.request_id, sequence.seq)
+            if self.capabilities.sequences_apart and not request.forked and (sequence.seq or sequence.samples):
+                ledger.fork_ahead(request)
             record = request.sequences[sequence.seq] if sequence.seq < len(request.sequences) else None
             if record is None or key in seen or (record.done and not self._still_in_flight(record)):
                 what = "twice" if key in seen else "before its fork" if record is None else "after its last token"
@@ -347,8 +375,29 @@ class Session:
                 )
                 return False
             seen.add(key)
+            if sequence.draft_tokens:
+                self._settle_drafts(record, sequence)
+            if sequence.seq and not record.tables and sequence.first < record.computed:
+                record.computed = 0  # there was no room to fork it: it starts anew
+            if sequence.optimistic:
+                sequence.first -= sum(record.rejected.values())
             facts.rows.append(self._row(record, sequence))
         return True
+
+    @staticmethod
+    def _settle_drafts(record: SequenceRecord, sequence: SequencePlan) -> None:
+        """What the model runner runs as drafts: its own, if the engine does not know them, and no token for padding."""
+        known = record.drafts if sequence.optimistic else sequence.draft_tokens
+        sequence.draft_tokens = [
+            known[index] if index < len(known) and known[index] >= 0 else PADDING_TOKEN
+            for index in range(len(sequence.draft_tokens))
+        ]
+
+    def _check_device_calls(self, plan: StepPlan) -> None:
+        for call in plan.device_calls:
+            known = all(key[0] in self.ledger.requests for key in [*call.rows, *(call.returned or ())])
+            if not known or not len(call.rows) == len(call.lines) == len(call.positions) > 0:
+                raise AdapterError(f"step {plan.step}: malformed {call!r}")
 
     def _row(self, record: SequenceRecord, sequence: SequencePlan) -> Row:
         request = record.request
@@ -387,10 +436,7 @@ class Session:
                     expected="a preempted request holds no block and does not run",
                     got=", ".join(_span(s) for s in facts.plan.sequences if s.request_id == rid),
                 )
-            self._note_preemption(request)
-            ledger.preempt(request, preemption.mode)
-            request.preempted_step = facts.plan.step
-            self.preemptions += 1
+            self._preempt(request, preemption.mode, facts.plan.step)
         for rejection in facts.plan.rejected:
             refused = ledger.live.get(rejection.request_id)
             if refused is None:
@@ -399,6 +445,25 @@ class Session:
             ledger.saw("refused while scheduling")
             for oracle in self.oracles:
                 oracle.on_refused(refused, rejection.reason)
+
+    def _preempt(self, request: RequestRecord, mode: str, step: int) -> None:
+        """The request is off the running set before ``step`` runs."""
+        self._note_preemption(request)
+        self.ledger.preempt(request, mode)
+        request.preempted_step = step
+        if self.capabilities.sequences_apart:
+            for record in request.sequences:
+                record.set_aside_step = step
+        self.preemptions += 1
+
+    def _set_aside(self, record: SequenceRecord, mode: str, step: int) -> None:
+        """One of several sequences is off the running set before ``step`` runs; it does not count as a preemption."""
+        self.ledger.saw("one of several sequences preempted")
+        self.ledger.set_tables(record, [])
+        record.set_aside_step = step
+        record.len_min = min(record.len_min, len(record.tokens))
+        if mode == "recompute":
+            record.computed = 0
 
     def _note_preemption(self, request: RequestRecord) -> None:
         saw = self.ledger.saw
@@ -422,11 +487,12 @@ class Session:
             if row.resumed:
                 ledger.saw("swapped in" if request.state is RequestState.SWAPPED else "recomputed")
             ledger.resume(request)
-        if record.computed == 0:
+        if record.computed == 0 and row.plan.num_tokens:
             self.prefills += 1
             request.prefills += 1
             if row.plan.first:
                 ledger.saw("prefix hit after preemption" if row.resumed else "prefix hit")
+        if request.preemptions or record.set_aside_step is not None:
             self._forget_tokens_in_flight(row)
         row.added = ledger.set_tables(record, row.tables)
 
@@ -434,10 +500,7 @@ class Session:
         """Tokens that were in flight at a preemption may be dropped and sampled again (they come out the same)."""
         record = row.record
         if record.len_min < len(record.tokens) and row.plan.samples and row.end < len(record.tokens):
-            length = max(record.len_min, row.end)
-            del record.tokens[length:]
-            del record.nodes[length:]
-            record.final_len = record.done_at_step = None
+            record.forget(max(record.len_min, row.end))
 
     def _commit(self) -> None:
         plan, sampled = self._in_flight.popleft()
@@ -455,6 +518,11 @@ class Session:
             if not request.live:
                 continue
             record = request.sequences[key[1]]
+            record.rejected.pop(plan.step, None)
+            if _dropped(record, plan.step, result):
+                if record.done_at_step == plan.step:
+                    record.forget(record.len_min)
+                continue
             if not self._in_flight:
                 record.len_min = len(record.tokens)
             else:
@@ -464,14 +532,23 @@ class Session:
                 record.settled = True
                 if request.forked and all(one.settled for one in request.sequences):
                     ended.append(request)
-        for on_commit in self._on_commit:
-            on_commit(plan.step, result.finished, ended)
+        self._tell_of_commit(plan.step, sampled, result, ended)
         if self._recorder is not None:
             self._recorder.commit([report.request_id for report in result.finished])
         for request in ended:
             ledger.end(request, RequestState.FINISHED)
             for oracle in self.oracles:
                 oracle.on_end(request)
+
+    def _tell_of_commit(
+        self, step: int, sampled: Mapping[SequenceKey, Sampled], result: CommitResult, ended: list[RequestRecord]
+    ) -> None:
+        if result.taken:
+            for on_taken in self._on_taken:
+                on_taken(step, result.taken, sampled)
+        if not self._spoilt:
+            for on_commit in self._on_commit:
+                on_commit(step, result.finished, ended)
 
     def audit(self) -> None:
         """Hold the engine's whole books against the ledger's, when the engine can show them."""
@@ -502,6 +579,7 @@ class Session:
         self.over = True
 
     def _report(self, requirement: str, message: str, *, expected: str = "", got: str = "") -> None:
+        self._spoilt = self._spoilt or requirement in SPOILING
         if self._judge is not None and requirement not in self._judge:
             self.over = self.over or requirement in CORRUPTING
             return
@@ -523,6 +601,18 @@ class Session:
     def _note(self, outcome: dict[str, Any]) -> None:
         if self._recorder is not None:
             self._recorder.note(outcome)
+
+
+def _dropped(record: SequenceRecord, step: int, result: CommitResult) -> bool:
+    """Whether the tokens of ``step`` count as dropped: the engine took the sequence off the running set meanwhile.
+
+    It may compute them again. Of several sequences the end of one is not reported, so that nothing can be told.
+    """
+    if record.set_aside_step is not None and record.set_aside_step > step:
+        return True
+    request = record.request
+    away = request.preempted_step is not None and request.preempted_step > step
+    return away and request.spec.n == 1 and all(one.request_id != record.key[0] for one in result.finished)
 
 
 def _span(sequence: SequencePlan) -> str:

@@ -28,8 +28,10 @@ PRESETS: Final[dict[str, Preset]] = {
             "max_num_batched_tokens": 8192,
             "num_blocks": 4,
             "max_num_seqs": 4,
+            "fixed_batch": True,
         },
-        "one block holds a whole sequence, and there are as many as sequences (vLLM issue 8007)",
+        "one block holds a whole sequence, and there are as many as sequences (vLLM issue 8007); "
+        "on a device of fixed batch, where the engine has one",
     ),
 }
 
@@ -58,7 +60,10 @@ def parse_settings(preset: str | None, assignments: Sequence[str]) -> tuple[Engi
             fields[name] = _field_value(name, text)
     if options:
         fields["engine_options"] = options
-    return EngineConfig(**fields), frozenset(fields)
+    names = frozenset(fields)
+    if fields.get("fixed_batch"):  # a line of such a device holds a whole sequence, and so does a block
+        fields.setdefault("block_size", fields.get("max_model_len", EngineConfig().max_model_len))
+    return EngineConfig(**fields), names
 
 
 def _field_value(name: str, text: str) -> Any:

@@ -30,7 +30,7 @@ from conformance.protocol import (
     Usage,
 )
 from conformance.results import SmokeResult
-from conformance.token_model import request_from
+from conformance.token_model import Model, model_of, request_from
 from conformance.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -38,8 +38,8 @@ T = TypeVar("T")
 STEPS_MAX: Final = 64
 """Steps within which a request of a few tokens must be done."""
 POOL_BLOCKS_MIN: Final = 16
-OTHER_BLOCK_SIZES: Final = (16, 64, 128, 1)
-"""Tried in this order when the engine refuses the base configuration's block size."""
+OTHER_SHAPES: Final = ((16, 128), (64, 512), (128, 1024), (1, 8), (64, 64))
+"""Block size and model length, tried in this order when the engine refuses those of the base configuration."""
 SWITCHES: Final[tuple[dict[str, Any], ...]] = (
     {"enable_prefix_caching": True},
     {"enable_chunked_prefill": True},
@@ -79,16 +79,20 @@ def find_base(
     """A base configuration that the engine takes, and the smoke test of its adapter.
 
     The test runs one request at a time in an ample pool, whatever is pinned, so that what an engine does wrong at
-    the brim of pool or batch is not taken for the adapter's fault. Some engines know only some block sizes: unless
-    the sizes are pinned, others are tried.
+    the brim of pool or batch is not taken for the adapter's fault. Some engines take only some sizes: what they name
+    instead is tried, then, unless the sizes are pinned, others.
     """
     result = smoke(factory, _at_ease(base), watchdog)
     if result.status == "refused":
         result = smoke(factory, base, watchdog)
+    if result.status == "refused":
+        nearest = _nearest(factory, base, pinned)
+        if nearest is not None:
+            alone = msgspec.structs.replace(nearest, max_num_seqs=1)
+            return nearest, smoke(factory, _nearest(factory, alone) or nearest, watchdog)
     if result.status != "refused" or {"block_size", "max_model_len", "max_num_batched_tokens"} & set(pinned):
         return base, result
-    for size in OTHER_BLOCK_SIZES:
-        length = 8 * size
+    for size, length in OTHER_SHAPES:
         config = msgspec.structs.replace(
             base, block_size=size, max_model_len=length, max_num_batched_tokens=base.max_num_seqs * length
         )
@@ -96,6 +100,17 @@ def find_base(
         if other.status != "refused":
             return config, other
     return base, result
+
+
+def _nearest(factory: EngineFactory, config: EngineConfig, pinned: Collection[str] = ()) -> EngineConfig | None:
+    """What the engine would take in place of ``config``, if it says so."""
+    try:
+        factory(config).close()
+    except ConfigRefused as refusal:
+        return refusal.instead_of(config, pinned)
+    except Exception:  # noqa: BLE001 - the smoke test says what is wrong
+        return None
+    return config
 
 
 def _at_ease(config: EngineConfig) -> EngineConfig:
@@ -130,6 +145,7 @@ class _Smoke:
         self.passed: list[str] = []
         self.doing = "build"
         self.capabilities: Capabilities | None = None
+        self._model: Model | None = None
         self._watchdog = watchdog
         self._step = 0
 
@@ -146,6 +162,7 @@ class _Smoke:
         capabilities = self._check("capabilities", lambda: engine.capabilities)
         _judge_capabilities(capabilities, self.config)
         self.capabilities = capabilities
+        self._model = model_of(engine)
         features = capabilities.features
         self._check("books of a new engine", lambda: self._books(engine, None, fresh=True))
         self._check("an idle step", lambda: self._idle(engine))
@@ -191,6 +208,12 @@ class _Smoke:
             f"the plan calls itself step {plan.step}; schedule() was called {self._step} times before",
         )
         self._step += 1
+        on_device = self.capabilities is not None and self.capabilities.device is not None
+        _expect(
+            not plan.sequences or bool(plan.device_calls) == on_device,
+            f"declares {'a' if on_device else 'no'} device and names {len(plan.device_calls)} calls of one in a plan "
+            "that runs something",
+        )
         return plan
 
     def _settle(self, engine: Engine, plan: StepPlan, sampled: dict[tuple[str, int], Sampled]) -> list[Finished]:
@@ -199,6 +222,10 @@ class _Smoke:
             return []
         result = engine.commit(plan.step, sampled)
         _expect(isinstance(result, CommitResult), f"commit() returns {type(result).__name__}, not a CommitResult")
+        _expect(
+            self._model is None or not sampled or bool(result.taken),
+            "own_model: commit() does not say which tokens were taken",
+        )
         return result.finished
 
     def _serve(self, engine: Engine, request: Request) -> None:
@@ -216,7 +243,7 @@ class _Smoke:
             for sequence in plan.sequences:
                 computed = self._judge_plan(sequence, request, tokens, computed)
                 if sequence.samples:
-                    token = _FIRST_OUTPUT_TOKEN + len(tokens) - len(request.prompt)
+                    token = self._next(tokens, len(tokens) - len(request.prompt))
                     tokens.append(token)
                     sampled[request.request_id, 0] = Sampled([token])
             self._books(engine, request if plan.sequences else None, idle=False)
@@ -319,11 +346,15 @@ class _Smoke:
                     f"snapshot: {running.request_id} runs and holds nothing; held: {sorted(snapshot.held) or 'nobody'}",
                 )
 
+    def _next(self, tokens: list[int], outputs: int) -> int:
+        """What follows ``tokens``: as a model of the engine's own has it, or one more than the output before."""
+        return _FIRST_OUTPUT_TOKEN + outputs if self._model is None else self._model(tokens)
+
     def _abort(self, engine: Engine, request: Request) -> None:
         self._queue(engine, request)
         plan = self._schedule(engine)
         sampled = {
-            (sequence.request_id, sequence.seq): Sampled([_FIRST_OUTPUT_TOKEN])
+            (sequence.request_id, sequence.seq): Sampled([self._next(list(request.prompt), 0)])
             for sequence in plan.sequences
             if sequence.samples
         }
@@ -371,6 +402,18 @@ def _judge_capabilities(capabilities: Capabilities, config: EngineConfig) -> Non
     )
     for name in ("deferred_free_steps", "preallocated_blocks"):
         _expect(getattr(capabilities, name) >= 0, f"{name} = {getattr(capabilities, name)} must not be negative")
+    _expect(
+        (capabilities.device is not None) <= ("device" in capabilities.features),
+        "a device is named and the feature is not declared",
+    )
+    _expect(
+        (config.fixed_batch and "device" in capabilities.features) <= (capabilities.device is not None),
+        "a fixed-batch device is declared and was asked for, and none is named",
+    )
+    _expect(
+        not (capabilities.own_model and "stop_token" in capabilities.features),
+        "own_model: nobody can make it emit a stop token, so stop_token must not be declared",
+    )
     undeclared = sorted(config.features_needed() - capabilities.features)
     _expect(
         not undeclared,

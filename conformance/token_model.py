@@ -8,14 +8,26 @@ every configuration must produce the same tokens for a request (DET-2).
 
 from __future__ import annotations
 
-from conformance.operations import Add
-from conformance.protocol import EncoderItem, Request
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, cast
 
+from conformance.calls import ENGINE_RAISES
+from conformance.operations import Add
+from conformance.protocol import AdapterError, EncoderItem, Engine, OwnModel, Request
+
+PADDING_TOKEN = 0
+"""Never sampled: engines use it for padding."""
 STOP_TOKEN = 1
-"""Sampled only where a request says so; 0 is left alone because engines use it for padding."""
+"""Sampled only where a request says so."""
 FIRST_TOKEN = 2
 VOCABULARY_SIZE = 61
 """Small on purpose: prefixes that agree by accident must occur."""
+
+TOKEN_BITS = 20
+"""Of the largest vocabulary that a real model may have."""
+
+Model: TypeAlias = Callable[[list[int]], int]
+"""The token that follows a prefix, as a real model decides it."""
 
 _MASK = (1 << 61) - 1
 
@@ -38,13 +50,16 @@ def prompt_tokens(add: Add, ordinal: int) -> list[int]:
     ]
 
 
-def request_from(add: Add, ordinal: int) -> Request:
-    """The request that ``add`` stands for as the ``ordinal``-th of a trace. Lengths below 1 become 1."""
+def request_from(add: Add, ordinal: int, conversation: Sequence[int] = ()) -> Request:
+    """The request that ``add`` stands for as the ``ordinal``-th of a trace. Lengths below 1 become 1.
+
+    The prompt begins with ``conversation``, or as much of it as the prompt is long.
+    """
     if add.prompt_len < 1 or add.max_tokens < 1 or add.n < 1:
         add = Add(
             prompt_len=max(1, add.prompt_len), max_tokens=max(1, add.max_tokens), family=add.family,
             shared_len=add.shared_len, priority=add.priority, n=max(1, add.n), stop_after=add.stop_after,
-            salt=add.salt, adapter=add.adapter, encoder_sizes=add.encoder_sizes,
+            salt=add.salt, adapter=add.adapter, encoder_sizes=add.encoder_sizes, continues=add.continues,
         )  # fmt: skip
     items: list[EncoderItem] = []
     at = 0
@@ -56,7 +71,7 @@ def request_from(add: Add, ordinal: int) -> Request:
         at += size
     return Request(
         request_id=f"r{ordinal}",
-        prompt=prompt_tokens(add, ordinal),
+        prompt=[*conversation[: add.prompt_len], *prompt_tokens(add, ordinal)[len(conversation) :]],
         max_tokens=add.max_tokens,
         n=add.n,
         priority=add.priority,
@@ -68,29 +83,58 @@ def request_from(add: Add, ordinal: int) -> Request:
     )
 
 
+def model_of(engine: Engine) -> Model | None:
+    """The truth about the tokens of an engine with a model of its own, None without one.
+
+    The model raises `AdapterError` when the adapter's reference raises or gives no token.
+    """
+    if not engine.capabilities.own_model:
+        return None
+    own = cast("OwnModel", engine)
+
+    def model(tokens: list[int]) -> int:
+        try:
+            token = own.reference_token(tokens)
+        except AdapterError:
+            raise
+        except ENGINE_RAISES as error:
+            raise AdapterError(f"reference_token raised {type(error).__name__}: {error}") from error
+        if not isinstance(token, int) or not 0 <= token < 1 << TOKEN_BITS:
+            raise AdapterError(f"reference_token answers {token!r}: expected an int from 0 to 2**{TOKEN_BITS} - 1")
+        return token
+
+    return model
+
+
 class PrefixTree:
-    """Interned prefixes. Node 0 is "nothing was written"; a request identity has a root node of its own."""
+    """Interned prefixes. Node 0 is "nothing was written"; a request identity has a root node of its own.
 
-    __slots__ = ("_children", "_hashes", "_parents", "_root_of", "_roots", "_tokens")
+    ``model`` decides which token is next; without one, a hash of the prefix does.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_children", "_hashes", "_items", "_model", "_modelled", "_parents", "_root_of", "_roots", "_tokens")
+
+    def __init__(self, model: Model | None = None) -> None:
+        self._model = model
+        self._modelled: dict[int, int] = {}
         self._children: dict[int, int] = {}
         self._hashes: list[int] = [0]
         self._parents: list[int] = [0]
         self._root_of: list[int] = [0]
         self._tokens: list[int] = [-1]
-        self._roots: dict[tuple[str, str, tuple[EncoderItem, ...]], int] = {}
+        self._roots: dict[tuple[str, str], int] = {}
+        self._items: dict[tuple[int, str], int] = {}
 
     def root(self, request: Request) -> int:
-        """The root node of the request's identity: cache salt, adapter and encoder content."""
-        identity = (request.cache_salt, request.adapter, request.encoder_items)
+        """The root node of the request's identity, as far as it has one from its first token: salt and adapter."""
+        identity = (request.cache_salt, request.adapter)
         node = self._roots.get(identity)
         if node is None:
             node = len(self._hashes)
             self._roots[identity] = node
             # The next token does not depend on the salt, which only keeps caches apart.
             seed = 0
-            for char in request.adapter + "|" + "|".join(item.key for item in request.encoder_items):
+            for char in request.adapter:
                 seed = _mix(seed + ord(char))
             self._hashes.append(seed)
             self._parents.append(0)
@@ -100,7 +144,7 @@ class PrefixTree:
 
     def extend(self, node: int, token: int) -> int:
         """The node of the prefix ``node`` followed by ``token``. O(1)."""
-        edge = node << 16 | token
+        edge = node << TOKEN_BITS | token
         child = self._children.get(edge)
         if child is None:
             child = len(self._hashes)
@@ -112,18 +156,53 @@ class PrefixTree:
         return child
 
     def walk(self, request: Request, tokens: list[int]) -> list[int]:
-        """The node of every position of ``tokens`` under the request's identity."""
+        """The node of every position of ``tokens`` under the request's identity.
+
+        What precedes an encoder item does not know of it; from its first position on, everything does.
+        """
         node = self.root(request)
+        begins = {item.first: item.key for item in request.encoder_items}
         nodes = []
-        for token in tokens:
+        for position, token in enumerate(tokens):
+            if position in begins:
+                node = self._enter_item(node, begins[position])
             node = self.extend(node, token)
             nodes.append(node)
         return nodes
 
+    def _enter_item(self, above: int, key: str) -> int:
+        """A node that holds no position: behind it lies what has seen the encoder item ``key``."""
+        node = self._items.get((above, key))
+        if node is None:
+            node = self._items[above, key] = len(self._hashes)
+            seed = self._hashes[above]
+            for char in key:
+                seed = _mix(seed + ord(char))
+            self._hashes.append(seed)
+            self._parents.append(self._parents[above])
+            self._root_of.append(node)
+            self._tokens.append(self._tokens[above])
+        return node
+
     def next_token(self, node: int, seq: int) -> int:
-        """The token the model samples after prefix ``node``; sequences of one request differ by ``seq``."""
+        """The token the model samples after prefix ``node``; sequences of one request differ by ``seq``.
+
+        A real model is greedy: it is asked once for each prefix, and gives all sequences of a request the same.
+        """
+        if self._model is not None:
+            if node not in self._modelled:
+                self._modelled[node] = self._model(self._prefix(node))
+            return self._modelled[node]
         span = VOCABULARY_SIZE - FIRST_TOKEN
         return FIRST_TOKEN + (self._hashes[node] + seq * 7) % span
+
+    def _prefix(self, node: int) -> list[int]:
+        """All tokens up to and including ``node``. O(its position)."""
+        tokens = []
+        while self._parents[node]:
+            tokens.append(self._tokens[node])
+            node = self._parents[node]
+        return tokens[::-1]
 
     def same_identity(self, one: int, other: int) -> bool:
         """Whether two nodes belong to requests of one identity (ID-1)."""

@@ -20,7 +20,7 @@ import msgspec
 from conformance.ledger import Ledger, StepFacts
 from conformance.need import PreemptionVerdict, judge_preemptions
 from conformance.operations import Operation
-from conformance.protocol import BlockId, EngineConfig
+from conformance.protocol import BlockId, DeviceCall, EngineConfig
 
 FORMAT = 1
 
@@ -38,6 +38,17 @@ class SequenceOutcome(msgspec.Struct, kw_only=True, omit_defaults=True):
     tables: list[list[BlockId]]
 
 
+class DeviceOutcome(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One call into a fixed-batch device. A row: its sequence, its line, the position of its last token."""
+
+    route: str
+    width: int
+    rows: list[tuple[str, int, int]]
+    returned: list[str] = []
+    """To whom the rows came back, when not to those they were computed for."""
+    compiled: int = 0
+
+
 class StepOutcome(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What one step did, in the engine's own block ids. ``free``: blocks nobody holds before the step."""
 
@@ -47,6 +58,7 @@ class StepOutcome(msgspec.Struct, kw_only=True, omit_defaults=True):
     preempted: list[PreemptionVerdict] = []
     rejected: list[tuple[str, str]] = []
     moves: list[tuple[str, BlockId, BlockId]] = []
+    device: list[DeviceOutcome] = []
     finished: list[str] = []
 
 
@@ -115,6 +127,7 @@ class Recorder:
     def __init__(self) -> None:
         self.lines: list[Line] = []
         self._names: dict[BlockId, int] = {}
+        self._lines: dict[int, int] = {}
         self._digest = hashlib.sha256()
 
     def operation(self, operation: Operation) -> None:
@@ -146,6 +159,7 @@ class Recorder:
             preempted=judge_preemptions(ledger, facts) if facts.preempted else [],
             rejected=[(rejection.request_id, rejection.reason) for rejection in plan.rejected],
             moves=[(move.kind, move.src, move.dst) for move in plan.moves],
+            device=[_device_outcome(ledger, call) for call in plan.device_calls],
         )
         if self.lines:
             self.lines[-1].steps.append(outcome)
@@ -165,6 +179,9 @@ class Recorder:
         def name(block: BlockId) -> int:
             return self._names.setdefault(block, len(self._names))
 
+        def line_name(line: int) -> int:
+            return self._lines.setdefault(line, len(self._lines))
+
         return [
             outcome.step,
             [
@@ -174,7 +191,22 @@ class Recorder:
             [[verdict.request_id, verdict.mode] for verdict in outcome.preempted],
             [rid for rid, _ in outcome.rejected],
             [[kind, name(dst)] for kind, _, dst in outcome.moves],
+            *(
+                [call.route, call.width, [[who, line_name(line), at] for who, line, at in call.rows], call.returned]
+                for call in outcome.device
+            ),
         ]
+
+
+def _device_outcome(ledger: Ledger, call: DeviceCall) -> DeviceOutcome:
+    rows = zip(call.rows, call.lines, call.positions, strict=True)
+    return DeviceOutcome(
+        route=call.route,
+        width=call.width,
+        rows=[(ledger.name_of(key), line, position) for key, line, position in rows],
+        returned=[] if call.returned in (None, call.rows) else [ledger.name_of(key) for key in call.returned],
+        compiled=call.compiled,
+    )
 
 
 def write_trace(path: Path, trace: Trace) -> None:

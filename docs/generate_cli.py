@@ -17,7 +17,7 @@ from conformance.settings import PRESETS
 from kvconform.cli import app
 
 PAGE = Path(__file__).parent / "reference" / "cli.md"
-REPEATED = ("call_seconds", "out", "preset", "requirement", "settings")
+REPEATED = ("call_seconds", "out", "preset", "requirement", "settings", "validate_wire")
 """Parameters explained at one place only, in the order of the section *Options of several commands*."""
 
 HEAD = """\
@@ -30,8 +30,8 @@ This page is made from the commands themselves by `python docs/generate_cli.py`.
 
 | code | meaning |
 |---|---|
-| 0 | the contract holds; for `replay`, FIXED; for `fuzz`, nothing found |
-| 1 | the contract is violated; for `replay`, FAILED; for `fuzz`, something found; for `check`, stale expectations too |
+| 0 | the contract holds; for `replay`, FIXED; for `fuzz`, nothing found; for `diff`, the same |
+| 1 | the contract is violated; for `replay`, FAILED; for `fuzz`, something found; for `check`, stale expectations too; for `diff`, they part |
 | 2 | usage or configuration: a word that is not understood, an engine that is not installed or refuses to run so |
 | 3 | the suite or an adapter broke, which says nothing of the engine |
 | 130 | `fuzz` was interrupted and had found nothing |

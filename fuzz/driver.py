@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from conformance.execute import open_session
+from conformance.execute import open_nearest
 from conformance.operations import Operation, Step
 from conformance.protocol import AdapterError, Capabilities, ConfigRefused, EngineConfig, EngineFactory
 from conformance.session import Session, Violation
@@ -20,7 +20,9 @@ from conformance.watchdog import Watchdog
 from fuzz.shrink import EXECUTIONS_MAX, Shrinker, Shrunk, normalised
 from fuzz.swarm import OperationSource, Swarm, draw_config, draw_swarm
 
-STEPS_PER_RUN = 120
+STEPS_PER_RUN = 160
+IDLE_STEPS_MAX = 2
+"""Step operations in a row on an engine with nothing to do; further ones are left out."""
 DRAWS_MAX = 200
 """Configurations drawn for one run before the engine is said to accept none."""
 
@@ -67,9 +69,15 @@ class Driver:
         source = OperationSource(rng, swarm)
         operations: list[Operation] = []
         self.current = (swarm.config, operations)
-        limit = self._steps_per_run
+        limit = min(self._steps_per_run, swarm.steps)
+        idle = 0
         while not session.over and session.steps < limit and len(operations) < 4 * limit:
             operation = source.draw()
+            idle = 0 if session.ledger.live else idle + isinstance(operation, Step)
+            if idle and source.exhausted:
+                break
+            if idle > IDLE_STEPS_MAX and isinstance(operation, Step):
+                continue
             operations.append(operation)
             session.apply(operation)
         session.finish()
@@ -100,11 +108,13 @@ class Driver:
         for refusals in range(DRAWS_MAX):
             config = draw_config(rng, self._capabilities, self._pinned)
             try:
-                session = open_session(self._factory, config, judge=judge, stop_at_first=True, watchdog=self._watchdog)
+                session = open_nearest(
+                    self._factory, config, self._pinned, judge=judge, stop_at_first=True, watchdog=self._watchdog
+                )
             except ConfigRefused as refusal:
                 reason = str(refusal)
                 continue
-            return session, draw_swarm(rng, session.capabilities, config), refusals
+            return session, draw_swarm(rng, session.capabilities, session.config), refusals
         raise AdapterError(
             f"{self._capabilities.engine} refused {DRAWS_MAX} drawn configurations; the last one because: {reason}"
         )

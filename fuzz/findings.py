@@ -1,8 +1,9 @@
-"""A finding is a file: the shrunk trace, a ready pytest test beside it, and the commands that show it again."""
+"""A finding is a file: the shrunk trace, and beside it a ready pytest test and a page that shows it."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import string
 from pathlib import Path
@@ -13,6 +14,7 @@ import msgspec
 from conformance.execute import execute, trace_of
 from conformance.operations import Operation
 from conformance.protocol import EngineConfig, EngineFactory
+from conformance.reports.trace_page import trace_page
 from conformance.session import Violation
 from conformance.trace import write_trace
 from conformance.watchdog import Watchdog
@@ -33,7 +35,7 @@ $operations]
 
 
 def test_$slug():
-    execution = execute(load("$engine").factory, CONFIG, OPERATIONS, judge={"$requirement"})
+    execution = execute(load($name).factory, CONFIG, OPERATIONS, judge={"$requirement"})
     assert execution.refused is None, execution.refused
     assert not execution.violations, execution.violations[0]
 ''')
@@ -43,17 +45,22 @@ class Kept(msgspec.Struct, kw_only=True):
     """Where a finding was put, and what else the same trace breaks."""
 
     identity: str
+    engine: str
     requirement: str
     trace: Path
     test: Path
+    page: Path
     shrunk: Shrunk
     symptoms: list[Violation] = []
     """Other requirements that fail on the same shrunk trace: one fault seen from several sides."""
 
 
+NAME_LENGTH_MAX = 60
+
+
 def file_name(engine: str) -> str:
-    """The engine's name as part of a file name."""
-    return re.sub(r"[^a-z0-9]+", "-", engine.lower()).strip("-")
+    """The engine's name as part of a file name: the end of it, where it is long, as a command can be."""
+    return re.sub(r"[^a-z0-9]+", "-", engine.lower())[-NAME_LENGTH_MAX:].strip("-")
 
 
 def shape(config: EngineConfig, operations: list[Operation]) -> str:
@@ -95,13 +102,18 @@ def keep(
     trace_path = directory / f"{stem}.jsonl"
     test_path = directory / f"test_{stem.replace('-', '_')}.py"
     note = f"shrunk from {shrunk.before} operations in {shrunk.executions} executions, replayed {shrunk.stable} of 3"
-    write_trace(trace_path, trace_of(engine, shrunk.config, recorded, seed=seed, note=note))
+    trace = trace_of(engine, shrunk.config, recorded, seed=seed, note=note)
+    write_trace(trace_path, trace)
+    page_path = trace_path.with_suffix(".html")
+    page_path.write_text(trace_page(trace, f"kvconform replay {trace_path.name}"), encoding="utf-8")
     test_path.write_text(ready_test(engine, recorded.engine_version, shrunk), encoding="utf-8")
     return Kept(
         identity=identity,
+        engine=engine,
         requirement=shrunk.violation.requirement,
         trace=trace_path,
         test=test_path,
+        page=page_path,
         shrunk=shrunk,
         symptoms=[v for v in everything.violations if v.requirement != shrunk.violation.requirement],
     )
@@ -110,17 +122,23 @@ def keep(
 def ready_test(engine: str, version: str, shrunk: Shrunk) -> str:
     """A pytest file that fails for as long as the fault is there; it needs nothing but kvconform."""
     names = ", ".join(sorted({type(operation).__name__ for operation in shrunk.operations}) or ["Add"])
-    slug = re.sub(r"[^a-z0-9]+", "_", f"{engine} {shrunk.violation.requirement}".lower()).strip("_")
+    slug = file_name(f"{engine} {shrunk.violation.requirement}").replace("-", "_")
     return _TEST.substitute(
-        engine=engine,
-        version=version,
+        engine=_in_docstring(engine),
+        version=_in_docstring(version),
+        name=json.dumps(engine),
         requirement=shrunk.violation.requirement,
-        message=shrunk.violation.message.replace("\\", "\\\\").replace('"""', "'''"),
+        message=_in_docstring(shrunk.violation.message),
         names=names,
         config=_arguments(shrunk.config, EngineConfig()),
         operations="".join(f"    {source(operation)},\n" for operation in shrunk.operations),
         slug=slug,
     )
+
+
+def _in_docstring(text: str) -> str:
+    """What an engine says of itself, where it must not end the docstring."""
+    return text.replace("\\", "\\\\").replace('"""', "'''")
 
 
 def source(operation: Operation) -> str:

@@ -18,7 +18,8 @@ from fuzz.findings import Kept, file_name, keep
 from fuzz.shrink import EXECUTIONS_MAX, Shrunk
 
 HUNG_EXECUTIONS_MAX = 20
-"""Executions to spend on shrinking a hang, each of which costs the whole bound on a call."""
+"""Executions to spend on shrinking a hang, each of which costs the whole bound on a call, and on the end of a Python
+process elsewhere, each of which costs the import of a framework."""
 
 
 class Listener(Protocol):
@@ -93,7 +94,9 @@ class Hunter:
 
     def _on_discovery(self, discovery: Discovery) -> None:
         self.unshrunk = self._keep_unshrunk(discovery)
-        slow = any(word in discovery.violation.message for word in ("EngineHung", "MemoryExhausted"))
+        message = discovery.violation.message
+        slow = any(word in message for word in ("EngineHung", "MemoryExhausted"))
+        slow = slow or ("@" in self._name and "ends the engine's process" in message)
         shrunk = self._driver.shrink(discovery, HUNG_EXECUTIONS_MAX if slow else self._shrink_executions_max)
         self.executions += shrunk.executions
         self._keep(discovery, shrunk)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, event, settings, target
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from conformance.execute import open_session
+from conformance.execute import open_nearest, probe
 from conformance.operations import Abort, AbortEnded, Add, Operation, ResetPrefixCache, Step
 from conformance.protocol import Capabilities, ConfigRefused, EngineConfig, EngineFactory
 from conformance.session import Session, Violation
@@ -95,12 +95,12 @@ class EngineMachine(RuleBasedStateMachine):
     def _open(self, config: EngineConfig) -> bool:
         kind = type(self)
         try:
-            self.session = open_session(
-                kind.factory, config, judge=kind.judged, stop_at_first=True, watchdog=kind.watchdog
+            self.session = open_nearest(
+                kind.factory, config, kind.pinned, judge=kind.judged, stop_at_first=True, watchdog=kind.watchdog
             )
         except ConfigRefused:
             return False
-        self.config = config
+        self.config = self.session.config
         return True
 
     def _apply(self, operation: Operation) -> None:
@@ -127,6 +127,7 @@ class EngineMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         n=st.sampled_from((1, 1, 1, 2)),
         stop_after=st.none() | st.integers(1, 8),
+        continues=st.none() | st.integers(0, 3),
         identity=st.integers(0, 2),
     )
     def add(
@@ -138,6 +139,7 @@ class EngineMachine(RuleBasedStateMachine):
         priority: int,
         n: int,
         stop_after: int | None,
+        continues: int | None,
         identity: int,
     ) -> None:
         """Add a request; lengths are folded into the model length so that most are served."""
@@ -154,6 +156,7 @@ class EngineMachine(RuleBasedStateMachine):
                 priority=priority if self.config.scheduling_policy == "priority" else 0,
                 n=n,
                 stop_after=stop_after,
+                continues=continues,
                 salt=identity & 1,
                 adapter=identity >> 1,
             )
@@ -211,9 +214,7 @@ def machine_for(
     Raises `ConfigRefused` when the engine refuses even its default configuration with ``pinned``.
     """
     pinned = dict(pinned or {})
-    probe = factory(EngineConfig(**pinned))
-    capabilities = probe.capabilities
-    probe.close()
+    capabilities = probe(factory, EngineConfig(**pinned), pinned)
     title = "".join(part.capitalize() for part in name.replace(":", "-").replace(".", "-").split("-"))
     body = {
         "factory": staticmethod(factory),

@@ -238,6 +238,7 @@ _SWITCHES = (
     "enable_prefix_caching",
     "enable_chunked_prefill",
     "encoder_cache_size",
+    "fixed_batch",
 )
 """Fields that are put back to their default first: each one that goes makes the finding easier to read."""
 
@@ -282,6 +283,10 @@ def _plainer_adds(add: Add) -> Iterator[Add]:
     if add.encoder_sizes:
         yield replace(add, encoder_sizes=())
         yield replace(add, encoder_sizes=add.encoder_sizes[:-1])
+    if add.continues is not None:
+        yield replace(add, continues=None)
+        for value in _smaller(add.continues, 0):
+            yield replace(add, continues=value)
     if add.stop_after is not None:
         yield replace(add, stop_after=None)
         for value in _smaller(add.stop_after, 1):
@@ -313,7 +318,8 @@ def _weight(operation: Operation) -> int:
             plain = operation.prompt_len + operation.max_tokens + operation.shared_len + 4 * operation.n
             odd = operation.family + operation.priority + operation.salt + operation.adapter
             stop = 0 if operation.stop_after is None else 2 + operation.stop_after
-            return plain + odd + stop + sum(operation.encoder_sizes)
+            turn = 0 if operation.continues is None else 2 + operation.continues
+            return plain + odd + stop + turn + sum(operation.encoder_sizes)
         case Step():
             return operation.count
         case Abort() | AbortEnded():

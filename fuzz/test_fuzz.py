@@ -6,6 +6,7 @@ Requirements with a known failure of the engine (see `conformance.expectations`)
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from conformance.engines import EngineNotFound, load
-from conformance.execute import execute
+from conformance.engines import EngineNotFound, load, option_for
+from conformance.execute import execute, probe
 from conformance.expectations import for_engine
 from conformance.plugin import engine_name
 from conformance.protocol import AdapterError, Capabilities, ConfigRefused, EngineConfig, EngineFactory
@@ -47,12 +48,10 @@ class Subject:
         settings, pinned = parse_settings(config.getoption("kv_preset"), config.getoption("kv_set"))
         self.name = engine_name(config)
         self.pinned = {name: getattr(settings, name) for name in sorted(pinned)}
-        self.factory: EngineFactory = load(self.name).factory
-        engine = self.factory(EngineConfig(**self.pinned))
-        self.capabilities: Capabilities = engine.capabilities
-        engine.close()
-        known = for_engine(self.name).fuzzed(self.capabilities.version)
-        self.judged = frozenset(load_requirements()) - known
+        self.factory: EngineFactory = load(self.name, validate_wire=config.getoption("kv_validate_wire")).factory
+        self.capabilities: Capabilities = probe(self.factory, EngineConfig(**self.pinned), self.pinned)
+        self.expectations = for_engine(self.name)
+        self.judged = frozenset(load_requirements()) - self.expectations.fuzzed(self.capabilities.version)
         self.watchdog = Watchdog()
 
     def pins(self, part: str) -> dict[str, Any]:
@@ -67,7 +66,7 @@ class Subject:
         """Keep the finding as a trace and a ready test, and fail with the commands that show it again."""
         kept = keep(self.factory, self.name, shrunk, FINDINGS, seed=seed, watchdog=self.watchdog)
         pytest.fail(
-            f"{shrunk.violation}\n  replay   kvconform replay {kept.trace}\n"
+            f"{shrunk.violation}\n  replay   kvconform replay {kept.trace}{option_for(self.name)}\n"
             f"  explain  kvconform explain {kept.trace}\n  test     pytest {kept.test}\n\n"
             f"{kept.test.read_text(encoding='utf-8')}",
             pytrace=False,
@@ -91,18 +90,23 @@ def test_corpus(subject: Subject, path: Path) -> None:
     trace = read_trace(path)
     config = trace.header.config
     if trace.header.engine != subject.name:
-        config = msgspec.structs.replace(config, engine_options={})  # another engine's words
+        options = subject.pinned.get("engine_options", {})  # those of the trace are another engine's words
+        config = msgspec.structs.replace(config, engine_options=options)
+    try:
+        known = subject.expectations.applying(probe(subject.factory, config, EngineConfig.__struct_fields__))
+    except ConfigRefused as refusal:
+        pytest.skip(f"refused: {refusal}")
     execution = execute(
         subject.factory,
         config,
         trace.operations,
-        judge=subject.judged,
+        judge=subject.judged - {entry.requirement for entry in known},
         watchdog=subject.watchdog,
     )
     if execution.refused is not None:
         pytest.skip(f"refused: {execution.refused}")
     assert not execution.violations, (
-        f"{execution.violations[0]}\n  replay   kvconform replay {path} --engine {subject.name}"
+        f"{execution.violations[0]}\n  replay   kvconform replay {path} --engine {shlex.quote(subject.name)}"
     )
 
 

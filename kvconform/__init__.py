@@ -5,7 +5,7 @@ Everything public is here; the other packages are how it is built.
 
 from __future__ import annotations
 
-from conformance.engines import EngineNotFound, EngineSource, installed, load
+from conformance.engines import EngineNotFound, EngineSource, installed, load, load_recorded
 from conformance.execute import Execution, Replay, execute, open_session, replay
 from conformance.explain import explain
 from conformance.operations import Abort, AbortEnded, Add, Drain, Operation, ResetPrefixCache, Step
@@ -15,12 +15,15 @@ from conformance.protocol import (
     Capabilities,
     CommitResult,
     ConfigRefused,
+    DeviceCall,
+    DeviceShape,
     EncoderItem,
     Engine,
     EngineConfig,
     EngineFactory,
     Finished,
     KVCacheGroup,
+    OwnModel,
     Preemption,
     Rejection,
     Request,
@@ -29,6 +32,7 @@ from conformance.protocol import (
     SequencePlan,
     Snapshot,
     StepPlan,
+    Taken,
     Usage,
 )
 from conformance.requirements import Requirement
@@ -46,6 +50,8 @@ __all__ = [
     "Capabilities",
     "CommitResult",
     "ConfigRefused",
+    "DeviceCall",
+    "DeviceShape",
     "Drain",
     "EncoderItem",
     "Engine",
@@ -57,6 +63,7 @@ __all__ = [
     "Finished",
     "KVCacheGroup",
     "Operation",
+    "OwnModel",
     "Preemption",
     "Rejection",
     "Replay",
@@ -70,6 +77,7 @@ __all__ = [
     "Snapshot",
     "Step",
     "StepPlan",
+    "Taken",
     "Trace",
     "TraceError",
     "Usage",
@@ -80,6 +88,7 @@ __all__ = [
     "explain",
     "installed",
     "load",
+    "load_recorded",
     "open_session",
     "read_trace",
     "replay",

@@ -17,6 +17,7 @@ from conformance.requirements import load as load_requirements
 from conformance.results import CheckReport, CheckResult, Status
 from conformance.trace import write_trace
 from conformance.watchdog import Watchdog
+from fuzz.findings import file_name
 from kvconform.console import INDENT, config_line, make_console, quoted, wrapped
 
 STYLES: dict[Status, str] = {
@@ -56,7 +57,7 @@ def check_engines(
         report, traces = _check_one(console, source, config, pinned, requirements, out, call_seconds)
         if events is not None:
             record(events, report, label or f"{report.engine} {report.engine_version}", traces)
-        code = max(code, _print_summary(console, report))
+        code = max(code, _print_summary(console, report, everything=everything))
     return code
 
 
@@ -114,7 +115,8 @@ def _print_result(console: Console, result: CheckResult, source: EngineSource, o
             wrapped(console, part, INDENT * 3)
     case = result.deciding
     if result.status == "fail" and case is not None and case.trace is not None:
-        stem = re.sub(r"[^a-z0-9]+", "-", f"{source.name}-{result.requirement}-{case.case}".lower()).strip("-")
+        case_name = re.sub(r"[^a-z0-9]+", "-", f"{result.requirement}-{case.case}".lower()).strip("-")
+        stem = f"{file_name(source.name)}-{case_name}"
         path = out / f"check-{stem}.jsonl"
         write_trace(path, case.trace)
         console.print(f"{INDENT * 3}kvconform explain {quoted(path)}", markup=False)
@@ -122,15 +124,22 @@ def _print_result(console: Console, result: CheckResult, source: EngineSource, o
     return None
 
 
-def _print_summary(console: Console, report: CheckReport) -> int:
-    """One closing line; returns 0 when the contract holds, 1 when it does not, 3 when the suite broke."""
+def _print_summary(console: Console, report: CheckReport, *, everything: bool) -> int:
+    """One closing line; returns 0 when the contract holds, 1 when it does not, 3 when the suite broke.
+
+    2 when the engine refuses the configuration, unless ``everything`` there is was asked for and nothing by name.
+    """
+    if report.smoke.status == "refused":
+        wrapped(console, f"  {'skipped' if everything else 'refused'}: {report.smoke.reason}")
+        console.print()
+        return 0 if everything else 2
     if report.smoke.status != "ok":
         wrapped(console, f"  ERROR smoke test: {report.smoke.reason}")
         wrapped(
             console,
             "  the adapter does not do the least that any adapter must: nothing is said of the engine",
         )
-        return 2 if report.smoke.status == "refused" else 3
+        return 3
     must = sum(result.status == "fail" and result.level == "MUST" for result in report.results)
     counts = ", ".join(f"{count} {status}" for status, count in report.counts().items())
     verdict = "the contract holds" if report.ok else f"the contract is violated ({must} MUST)"

@@ -14,12 +14,13 @@ from typing import Annotated, NoReturn, cast, get_args
 import typer
 
 from conformance.check import UnknownRequirement, rejudge
-from conformance.engines import EngineNotFound, EngineSource, installed, load
-from conformance.execute import execute, trace_of
+from conformance.engines import EngineNotFound, installed, load, load_recorded, option_for
+from conformance.execute import execute, probe, trace_of
 from conformance.expectations import ExpectationsError
 from conformance.explain import explain as explanation
 from conformance.operations import Add, Drain, Operation
-from conformance.protocol import AdapterError, Capabilities, ConfigRefused, EngineConfig
+from conformance.protocol import AdapterError, ConfigRefused, EngineConfig
+from conformance.reports.conformance_page import absolute, write_conformance_page
 from conformance.reports.events import EventsError, EventWriter, combine, event_file, read_run
 from conformance.reports.formats import markdown
 from conformance.requirements import load as load_requirements
@@ -32,12 +33,17 @@ from fuzz.driver import flatten
 from fuzz.findings import keep
 from fuzz.hunt import Hunter
 from fuzz.shrink import EXECUTIONS_MAX, Shrinker
+from kvconform.bench_command import bench_command
 from kvconform.check_command import check_engines
 from kvconform.console import FuzzView, make_console, print_kept, print_violation, wrapped
+from kvconform.diff_command import diff_command
 from kvconform.fuzz_events import record_hunt
 from kvconform.matrix_command import Matrix, entries_of, exit_code
 from kvconform.matrix_command import Plan as MatrixPlan
+from kvconform.page_command import StepsOption, page_command, steps_of_interest
+from kvconform.plan_command import batches, plan_engine, plot
 from kvconform.report_command import Format, print_reasons, print_run, render, written
+from kvconform.serve_command import ValidateOption, serve_command
 
 HOLDS, VIOLATED, USAGE, BROKEN = 0, 1, 2, 3
 """Exit codes: the contract holds; it is violated; usage or configuration; the suite or an adapter broke."""
@@ -54,11 +60,17 @@ app = typer.Typer(
 )
 
 EngineArgument = Annotated[
-    str, typer.Argument(help="reference, vllm-v0, smol-vllm, an installed plugin, or package.module:factory")
+    str,
+    typer.Argument(
+        help="reference, vllm-v0, smol-vllm, an installed plugin, package.module:factory, exec:COMMAND, or NAME@PYTHON"
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", help="key=value for any EngineConfig field, engine_options.NAME=value for the engine's own"),
+]
+OtherEngineOption = Annotated[
+    str | None, typer.Option(help="Another engine than the one in the trace; needed when that is no installed one")
 ]
 PresetOption = Annotated[str | None, typer.Option(help=f"A configuration by name: {', '.join(sorted(PRESETS))}")]
 
@@ -103,10 +115,12 @@ def check(
     events: EventsOption = None,
     label: LabelOption = "",
     call_seconds: TimeoutOption = 10.0,
+    validate_wire: ValidateOption = False,
 ) -> None:
     """Check the contract on an engine, as a table, with the reason for each red line."""
     config, pinned = parse_settings(preset, settings or [])
-    sources = [load(name) for name in engines] if engines else [s for s in installed() if s.available]
+    named = [load(name, validate_wire=validate_wire) for name in engines or []]
+    sources = named or [source for source in installed() if source.available]
     if label and len(sources) != 1:
         raise typer.BadParameter(f"--label names one column; there are {len(sources)} engines")
     with _written(events, "check") as writer:
@@ -141,14 +155,15 @@ def fuzz(
     events: EventsOption = None,
     label: LabelOption = "",
     call_seconds: TimeoutOption = 10.0,
+    validate_wire: ValidateOption = False,
 ) -> None:
     """Hunt for violations with random requests; each is shrunk to its shortest sequence and kept as a file."""
     console = make_console()
-    source = load(engine)
+    source = load(engine, validate_wire=validate_wire)
     _, pinned = parse_settings(preset, settings or [])
     config, _ = parse_settings(preset, settings or [])
     fixed = {name: getattr(config, name) for name in pinned}
-    capabilities = _probe(source, config)
+    capabilities = probe(source.factory, config, pinned)
     levels: dict[str, str] = {rid: item.level for rid, item in load_requirements().items()}
     judged = _judged(levels, requirement, ignore)
     wrapped(console, f"seed {seed}, {source.name} {capabilities.version}, {steps:,} steps, findings in {out}/")
@@ -175,7 +190,7 @@ def fuzz(
             record_hunt(writer, label, source, capabilities, config, pinned, hunter, view.state)
     _summarise(view, hunter, levels, interrupted=interrupted)
     if hunter.unshrunk is not None:
-        wrapped(console, f"not shrunk yet: kvconform shrink {hunter.unshrunk}")
+        wrapped(console, f"not shrunk yet: kvconform shrink {hunter.unshrunk}{option_for(source.name)}")
     raise typer.Exit(VIOLATED if hunter.kept or hunter.unshrunk else 130 if interrupted else HOLDS)
 
 
@@ -200,14 +215,20 @@ def _summarise(view: FuzzView, hunter: Hunter, levels: dict[str, str], *, interr
 @app.command("replay")
 def replay_command(
     trace: Annotated[Path, typer.Argument(help="A trace file")],
-    engine: Annotated[str | None, typer.Option(help="Another engine than the one in the trace")] = None,
+    engine: OtherEngineOption = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A line for every step of the new run")] = False,
     call_seconds: TimeoutOption = 10.0,
+    validate_wire: ValidateOption = False,
 ) -> None:
     """Run a trace again: FAILED (exit 1) while the violation is there, FIXED (0) when it is gone."""
     console = make_console()
     loaded = read_trace(trace)
-    source = load(engine or loaded.header.engine)
+    source = load_recorded(loaded.header.engine, engine, validate_wire=validate_wire)
     result = rejudge(source.factory, loaded, _watchdog(call_seconds))
+    if verbose:
+        again = trace_of(source.name, loaded.header.config, result.execution)
+        for line in steps_of_interest(again, everything=True):
+            wrapped(console, line)
     if result.execution.violations:
         print_violation(console, result.execution.violations[0])
     else:
@@ -223,14 +244,16 @@ def replay_command(
 @app.command()
 def shrink(
     trace: Annotated[Path, typer.Argument(help="A trace file that fails")],
+    engine: OtherEngineOption = None,
     out: OutOption = FINDINGS,
     executions: Annotated[int, typer.Option(min=1, help="Executions to spend")] = EXECUTIONS_MAX,
     call_seconds: TimeoutOption = 10.0,
+    validate_wire: ValidateOption = False,
 ) -> None:
     """Shrink a failing trace to the shortest sequence of requests that fails in the same way."""
     console = make_console()
     loaded = read_trace(trace)
-    source = load(loaded.header.engine)
+    source = load_recorded(loaded.header.engine, engine, validate_wire=validate_wire)
     watchdog = _watchdog(call_seconds)
     result = rejudge(source.factory, loaded, watchdog)
     if result.status == "FAILED" and not result.execution.violations:
@@ -248,11 +271,18 @@ def shrink(
     raise typer.Exit(VIOLATED)
 
 
+app.command("page")(page_command)
+app.command("bench")(bench_command)
+
+
 @app.command("explain")
-def explain_command(trace: Annotated[Path, typer.Argument(help="A trace file")]) -> None:
-    """Say why each preemption of a trace happened, with numbers, and what would have avoided it."""
+def explain_command(trace: Annotated[Path, typer.Argument(help="A trace file")], steps: StepsOption = False) -> None:
+    """Show what a trace did in each step, and say why each preemption happened and what would have avoided it."""
     console = make_console()
-    for paragraph in explanation(read_trace(trace)):
+    loaded = read_trace(trace)
+    for line in steps_of_interest(loaded, everything=steps):
+        wrapped(console, line)
+    for paragraph in explanation(loaded):
         wrapped(console, paragraph)
 
 
@@ -267,11 +297,12 @@ def record(
     settings: SetOption = None,
     out: Annotated[Path, typer.Option("--out", help="The trace file to write")] = Path("trace.jsonl"),
     call_seconds: TimeoutOption = 10.0,
+    validate_wire: ValidateOption = False,
 ) -> None:
     """Run requests through an engine, all added at once, and write the trace, for `explain`."""
     console = make_console()
     config, _ = parse_settings(preset, settings or [])
-    source = load(engine)
+    source = load(engine, validate_wire=validate_wire)
     operations: list[Operation] = [add for word in requests for add in _requests(word)]
     operations.append(Drain())
     execution = execute(
@@ -347,17 +378,50 @@ def report(
     form: Annotated[str, typer.Option("--format", help=f"One of {', '.join(get_args(Format))}")] = "terminal",
     out: Annotated[Path | None, typer.Option("--out", help="Write to this file")] = None,
 ) -> None:
-    """Show stored runs again, combined, or as markdown, JUnit or a badge."""
+    """Show stored runs again, combined, or as a page, markdown, JUnit or a badge."""
     if form not in get_args(Format):
         raise typer.BadParameter(f"{form}: expected one of {', '.join(get_args(Format))}")
-    run = combine([read_run(path) for path in files])
-    if form == "terminal":
+    run = combine([absolute(read_run(path), path.parent) for path in files])
+    if form == "html":
+        if out is None:
+            raise typer.BadParameter("--format html writes a page and those of its traces: give --out FILE.html")
+        write_conformance_page(run, out)
+        wrapped(make_console(), f"{out}: open it in a browser")
+    elif form == "terminal":
         console = make_console()
         print_reasons(console, run, frozenset({"fail", "stale", "error"}))
         print_run(console, run)
     else:
         written(render(run, cast("Format", form)), out)
     raise typer.Exit(exit_code(run))
+
+
+@app.command()
+def plan(
+    engine: EngineArgument = "reference",
+    batch: Annotated[
+        str, typer.Option("--batch", help="Batch sizes to plan for, such as 1,4,8; max_num_seqs when not given")
+    ] = "",
+    preset: PresetOption = None,
+    settings: SetOption = None,
+    picture: Annotated[
+        Path | None, typer.Option("--plot", help="Also draw the curves to this PNG or SVG file (extra: plots)")
+    ] = None,
+    call_seconds: TimeoutOption = 10.0,
+    validate_wire: ValidateOption = False,
+) -> None:
+    """Measure how many blocks this engine needs so that a full batch runs at once and nobody is preempted."""
+    console = make_console()
+    config, pinned = parse_settings(preset, settings or [])
+    source = load(engine, validate_wire=validate_wire)
+    plans = []
+    for one in batches(config, pinned, batch):
+        plans.append(plan_engine(console, source, one, _watchdog(call_seconds)))
+        console.print()
+    if picture is not None:
+        plot(plans, picture)
+        wrapped(console, f"curves in {picture}")
+    raise typer.Exit(VIOLATED if any(one.needed is None for one in plans) else HOLDS)
 
 
 @app.command()
@@ -369,7 +433,7 @@ def engines() -> None:
             wrapped(console, f"{source.name}: {source.reason}")
             continue
         try:
-            capabilities = _probe(source, EngineConfig())
+            capabilities = probe(source.factory, EngineConfig())
         except Exception as error:  # noqa: BLE001 - one engine that cannot start must not hide the others
             wrapped(console, f"{source.name}: cannot be started: {type(error).__name__}: {error}")
             continue
@@ -381,12 +445,8 @@ def engines() -> None:
             wrapped(console, f"done by the adapter: {text}", "    ")
 
 
-def _probe(source: EngineSource, config: EngineConfig) -> Capabilities:
-    engine = source.factory(config)
-    try:
-        return engine.capabilities
-    finally:
-        engine.close()
+app.command("diff")(diff_command)
+app.command("serve")(serve_command)
 
 
 def _judged(levels: dict[str, str], only: list[str] | None, ignored: list[str] | None) -> frozenset[str]:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from conformance.engines import option_for
 from conformance.operations import Operation, describe
 from conformance.protocol import EngineConfig
 from conformance.session import Violation
@@ -81,9 +82,10 @@ def print_kept(console: Console, kept: Kept, level: str, found: str) -> None:
     others = ", ".join(dict.fromkeys(symptom.requirement for symptom in kept.symptoms))
     if others:
         wrapped(console, f"the same trace also breaks {others}", INDENT)
-    console.print(f"{INDENT}replay   kvconform replay {quoted(kept.trace)}", markup=False)
+    console.print(f"{INDENT}replay   kvconform replay {quoted(kept.trace)}{option_for(kept.engine)}", markup=False)
     console.print(f"{INDENT}explain  kvconform explain {quoted(kept.trace)}", markup=False)
     console.print(f"{INDENT}test     pytest {quoted(kept.test)}", markup=False)
+    console.print(f"{INDENT}page     {quoted(kept.page)}", markup=False)
 
 
 def quoted(path: Path) -> str:

@@ -15,7 +15,7 @@ from conformance.results import Status
 from kvconform.check_command import STYLES
 from kvconform.console import INDENT, wrapped
 
-Format: TypeAlias = Literal["terminal", "markdown", "junit", "badge"]
+Format: TypeAlias = Literal["terminal", "markdown", "junit", "badge", "html"]
 
 
 def render(run: Run, form: Format) -> str:
@@ -27,8 +27,8 @@ def render(run: Run, form: Format) -> str:
             return formats.junit(run)
         case "badge":
             return formats.badge(run)
-        case "terminal":
-            raise ValueError("the terminal's table is printed by print_run")
+        case "terminal" | "html":
+            raise ValueError(f"{form} is no text: see print_run and write_conformance_page")
 
 
 def print_run(console: Console, run: Run) -> None:

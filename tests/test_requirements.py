@@ -61,11 +61,6 @@ def test_every_level_is_a_known_one() -> None:
     assert {row.level for row in load().values()} <= set(LEVELS)
 
 
-def test_what_the_neuron_suite_checks_is_told_apart() -> None:
-    device = [row.id for row in load().values() if row.layer == "device"]
-    assert device == ["DEV-1", "DEV-2", "DEV-3", "DEV-4", "DEV-5"]
-
-
 def test_a_requirement_without_needs_always_applies() -> None:
     assert load()["KV-1"].missing(()) == ()
 

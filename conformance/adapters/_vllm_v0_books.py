@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from conformance.adapters._vllm_v0_release import Release
-from conformance.protocol import BlockId, Preemption, RequestId, SequenceKey, Snapshot
+from conformance.protocol import BlockId, Preemption, RequestId, SequenceKey, Snapshot, Usage
 
 HeldTables = dict[RequestId, list[list[BlockId]]]
 
@@ -123,6 +123,26 @@ class BooksV2:
 def books_of(manager: Any, device: Any) -> Books:
     """The reader for this block manager, chosen by what it has, not by its name."""
     return BooksV2(manager, device) if hasattr(manager, "block_allocator") else BooksV1(manager, device)
+
+
+def usage_of(scheduler: Any, running: int | None = None) -> Usage:
+    """The scheduler's queues and counters. ``running``: sequences, where they are more than the groups. O(1)."""
+    return Usage(
+        free_blocks=scheduler.block_manager.get_num_free_gpu_blocks(),
+        running=len(scheduler.running) if running is None else running,
+        waiting=len(scheduler.waiting),
+        swapped=len(scheduler.swapped),
+        preemptions=scheduler.num_cumulative_preemption,
+    )
+
+
+def snapshot_of(scheduler: Any, books: Books, owners: Mapping[int, SequenceKey]) -> Snapshot:
+    """The block manager's books and the scheduler's queues. O(pool)."""
+    snapshot = books.snapshot(owners)
+    snapshot.waiting = [group.request_id for group in scheduler.waiting]
+    snapshot.running = [group.request_id for group in scheduler.running]
+    snapshot.swapped = [group.request_id for group in scheduler.swapped]
+    return snapshot
 
 
 class PreemptionLog:

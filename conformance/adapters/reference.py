@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from conformance import protocol
@@ -11,9 +11,12 @@ from conformance.protocol import (
     Capabilities,
     CommitResult,
     ConfigRefused,
+    DeviceCall,
+    DeviceShape,
     EngineConfig,
     Feature,
     Finished,
+    OptionValue,
     RequestRefused,
     Sampled,
     SequenceKey,
@@ -25,7 +28,11 @@ from conformance.protocol import (
 from reference_engine import config as core_config
 from reference_engine.block_pool import NULL_BLOCK
 from reference_engine.engine import Engine, RequestError
-from reference_engine.request import Request, Sequence
+from reference_engine.request import Request
+from reference_engine.request import Sequence as RequestSequence
+from reference_engine.runners.neuron.device import DeviceCall as CallToDevice
+from reference_engine.runners.neuron.device import DeviceConfig, DeviceStats, Route, Rows
+from reference_engine.runners.neuron.runner import NeuronRunner
 from reference_engine.scheduler import Plan, ScheduledSequence
 
 VERSION = "1"
@@ -34,6 +41,7 @@ FEATURES: frozenset[Feature] = frozenset(
     {
         "abort",
         "chunked_prefill",
+        "device",
         "fork",
         "identity",
         "length_limit",
@@ -53,6 +61,12 @@ FEATURES: frozenset[Feature] = frozenset(
     }
 )
 
+NOT_ON_A_DEVICE: frozenset[Feature] = frozenset(
+    {"chunked_prefill", "fork", "lookahead", "pipeline", "prefix_caching", "sliding_window", "swap"}
+)
+SMALLEST_BUCKET = 4
+"""Tokens; so small that short requests fill buckets and pass from one to the next."""
+
 OPTIONS: dict[str, str] = {
     "append_check": "How blocks are counted before the running set appends: "
     + ", ".join(core_config.APPEND_CHECK_NAMES),
@@ -61,13 +75,19 @@ OPTIONS: dict[str, str] = {
     "null_block": "Keep block 0 as the null block; true by default with a sliding window, else false",
 }
 
+SWARM_OPTIONS: dict[str, tuple[OptionValue, ...]] = {
+    "free_list": core_config.FREE_LIST_ORDERS,
+    "max_chunk_tokens": (1, 2, 5),
+    "null_block": (True,),
+}
+
 _UNSUPPORTED = ("num_speculative_tokens", "encoder_cache_size", "kv_cache_groups")
 _SHARED_FIELDS = tuple(name for name in core_config.FIELD_NAMES if name in EngineConfig.__struct_fields__)
 
 
 def make(config: EngineConfig) -> protocol.Engine:
     """Build the reference engine. Raises `ConfigRefused`, naming field, value and rule."""
-    return ReferenceAdapter(_core_config(config))
+    return ReferenceAdapter(_core_config(config), fixed_batch=config.fixed_batch)
 
 
 def _core_config(config: EngineConfig) -> core_config.EngineConfig:
@@ -86,21 +106,103 @@ def _core_config(config: EngineConfig) -> core_config.EngineConfig:
         raise ConfigRefused(str(error)) from None
 
 
-class ReferenceAdapter:
-    """Translates between `reference_engine.engine.Engine` and `conformance.protocol.Engine`."""
+class RecordingDevice:
+    """A Neuron device, as its runner sees it, that runs nothing. What it gives for a row is the row's number."""
 
-    def __init__(self, config: core_config.EngineConfig) -> None:
+    def __init__(self, config: DeviceConfig) -> None:
+        self.config = config
+        self.stats = DeviceStats()
+        self._rows = 0
+        """Since `take_calls`."""
+
+    @property
+    def shape(self) -> DeviceShape:
+        config = self.config
+        return DeviceShape(
+            batch=config.lines, context_buckets=config.context_buckets, token_buckets=config.token_buckets
+        )
+
+    def prefill(self, lines: Sequence[int], prompts: Sequence[Sequence[int]], width: int | None = None) -> Rows:
+        return self._record(lines, [len(prompt) - 1 for prompt in prompts], width or max(map(len, prompts)))
+
+    def decode(self, lines: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> Rows:
+        return self._record(lines, positions, 1)
+
+    def _record(self, lines: Sequence[int], positions: Sequence[int], width: int) -> Rows:
+        route: Route = "prefill" if width > 1 else "decode"  # whatever was meant
+        self.stats.calls.append(CallToDevice(route, tuple(lines), tuple(positions), width))
+        first, self._rows = self._rows, self._rows + len(lines)
+        return [[row] for row in range(first, self._rows)]
+
+    def take_calls(self, holders: Mapping[int, SequenceKey], given: Mapping[SequenceKey, int]) -> list[DeviceCall]:
+        """The calls since the last time. ``holders``: whose a line is. ``given``: the row that each one got."""
+        receivers = iter([key for key, _ in sorted(given.items(), key=lambda pair: pair[1])])
+        calls = [
+            DeviceCall(
+                route=call.route,
+                rows=[holders[line] for line in call.lines],
+                lines=list(call.lines),
+                positions=list(call.positions),
+                width=call.width,
+                returned=[next(receivers) for _ in call.lines],
+            )
+            for call in self.stats.calls
+        ]
+        self.stats.clear()
+        self._rows = 0
+        return calls
+
+    def build(self) -> None:
+        """There is nothing to compile."""
+
+    def reset(self) -> None:
+        """There is no cache."""
+
+    def close(self) -> None:
+        """There is nothing to give up."""
+
+
+def _device_for(config: core_config.EngineConfig) -> RecordingDevice:
+    """A line for each sequence that may run; buckets of `SMALLEST_BUCKET`, twice as many tokens, and so on."""
+    longest = config.max_model_len
+    buckets = tuple(sorted({min(SMALLEST_BUCKET << doublings, longest) for doublings in range(longest.bit_length())}))
+    return RecordingDevice(
+        DeviceConfig(
+            model_path="",
+            lines=config.max_num_seqs,
+            context_buckets=buckets,
+            token_buckets=buckets,
+            sample_on_device=True,
+        )
+    )
+
+
+class ReferenceAdapter:
+    """Translates between `reference_engine.engine.Engine` and `conformance.protocol.Engine`.
+
+    With ``fixed_batch``, the Neuron runner makes the calls that a device would get. Raises `ConfigRefused` for what
+    such a device cannot serve.
+    """
+
+    def __init__(self, config: core_config.EngineConfig, *, fixed_batch: bool = False) -> None:
         self.config = config
         self.engine = Engine(config)
+        self.device = _device_for(config) if fixed_batch else None
+        try:
+            self.runner = None if self.device is None else NeuronRunner(self.device, config)
+        except core_config.ConfigError as error:
+            raise ConfigRefused(f"{error} (fixed_batch = True)") from None
         self._capabilities = Capabilities(
             engine="reference",
             version=VERSION,
-            features=FEATURES,
+            features=FEATURES - NOT_ON_A_DEVICE if self.device else FEATURES,
             null_block=NULL_BLOCK if config.null_block else None,
             reserved_blocks=int(config.null_block),
             deferred_free_steps=config.pipeline_depth if config.pipeline_depth > 1 else 0,
             refuses_outgrowing=True,
+            device=self.device.shape if self.device else None,
             options=OPTIONS,
+            swarm_options=SWARM_OPTIONS,
         )
 
     @property
@@ -110,20 +212,21 @@ class ReferenceAdapter:
     def add_request(self, request: protocol.Request) -> None:
         if request.encoder_items:
             raise RequestRefused(f"request {request.request_id}: the reference engine takes no encoder items")
+        inner = Request(
+            request.request_id,
+            request.prompt,
+            request.max_tokens,
+            n=request.n,
+            priority=request.priority,
+            arrival=request.arrival,
+            stop_token=request.stop_token,
+            salt=request.cache_salt,
+            adapter=request.adapter,
+        )
         try:
-            self.engine.add_request(
-                Request(
-                    request.request_id,
-                    request.prompt,
-                    request.max_tokens,
-                    n=request.n,
-                    priority=request.priority,
-                    arrival=request.arrival,
-                    stop_token=request.stop_token,
-                    salt=request.cache_salt,
-                    adapter=request.adapter,
-                )
-            )
+            if self.runner is not None:
+                self.runner.check(inner)
+            self.engine.add_request(inner)
         except RequestError as error:
             raise RequestRefused(str(error)) from None
 
@@ -135,10 +238,17 @@ class ReferenceAdapter:
         step = StepPlan(step=plan.step, sequences=[_sequence_plan(scheduled) for scheduled in plan.sequences])
         if plan.moves or plan.preempted:
             _add_moves(step, plan)
+        if self.device is not None and self.runner is not None:
+            given = self.runner.execute(plan)
+            step.device_calls = self.device.take_calls(
+                {self.runner.lines[name]: (name, 0) for name in self.runner.lines}, given
+            )
         return step
 
     def commit(self, step: int, sampled: Mapping[SequenceKey, Sampled]) -> CommitResult:
         finished = self.engine.commit(step, {key: _only_token(key, sample) for key, sample in sampled.items()})
+        if self.runner is not None:
+            self.runner.settle(self.engine)
         return CommitResult([Finished(request_id=name, outputs=outputs, reason=why) for name, outputs, why in finished])
 
     def reset_prefix_cache(self) -> bool:
@@ -212,5 +322,5 @@ def _only_token(key: SequenceKey, sample: Sampled) -> int:
     return sample.tokens[0]
 
 
-def _held_blocks(sequence: Sequence, num_reserved: int) -> list[int]:
+def _held_blocks(sequence: RequestSequence, num_reserved: int) -> list[int]:
     return [block for block in sequence.table if block >= num_reserved]

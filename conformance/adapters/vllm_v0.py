@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from conformance.adapters._vllm_v0_books import PreemptionLog, books_of
+from conformance.adapters._vllm_v0_books import PreemptionLog, books_of, snapshot_of, usage_of
 from conformance.adapters._vllm_v0_config import block_manager_of, build_scheduler, capabilities_of, check
 from conformance.adapters._vllm_v0_release import Release, installed_release, takes
 from conformance.protocol import (
@@ -257,26 +257,14 @@ class VllmV0Engine:
 
     def usage(self) -> Usage:
         """The scheduler's queues and counters. O(running)."""
-        scheduler = self._scheduler
-        running = len(scheduler.running)
-        if self._wide:
-            running = sum([not seq.is_finished() for group in scheduler.running for seq in group.seqs])
-        return Usage(
-            free_blocks=self._manager.get_num_free_gpu_blocks(),
-            running=running,
-            waiting=len(scheduler.waiting),
-            swapped=len(scheduler.swapped),
-            preemptions=scheduler.num_cumulative_preemption,
-        )
+        if not self._wide:
+            return usage_of(self._scheduler)
+        running = sum([not seq.is_finished() for group in self._scheduler.running for seq in group.seqs])
+        return usage_of(self._scheduler, running)
 
     def snapshot(self) -> Snapshot:
         """The block manager's private books and the scheduler's queues. O(pool)."""
-        books = self._books.snapshot(self._keys)
-        scheduler = self._scheduler
-        books.waiting = [group.request_id for group in scheduler.waiting]
-        books.running = [group.request_id for group in scheduler.running]
-        books.swapped = [group.request_id for group in scheduler.swapped]
-        return books
+        return snapshot_of(self._scheduler, self._books, self._keys)
 
     def close(self) -> None:
         """Drop what is queued; nothing else is held."""

@@ -6,6 +6,7 @@ from conformance.oracles.accounting import AccountingOracle
 from conformance.oracles.base import Oracle, Report
 from conformance.oracles.caching import CachingOracle
 from conformance.oracles.content import ContentOracle
+from conformance.oracles.device import DeviceOracle
 from conformance.oracles.encoder import EncoderOracle
 from conformance.oracles.fairness import FairnessOracle
 from conformance.oracles.limits import LimitsOracle
@@ -21,6 +22,7 @@ ORACLES: tuple[type[Oracle], ...] = (
     ProgressOracle,
     CachingOracle,
     EncoderOracle,
+    DeviceOracle,
 )
 """In the order in which they judge a step: what makes later judgements meaningless comes first."""
 

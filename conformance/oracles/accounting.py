@@ -51,9 +51,8 @@ class AccountingOracle(Oracle):
     def _check_growth(self, row: Row, moved: dict[int, int]) -> None:
         """ACC-9: the known part of the table is unchanged, but for copy-on-write and the window's null block."""
         null = self.ledger.capabilities.null_block
-        window = self.ledger.config.sliding_window
-        size = self.ledger.block_size
         for group, old in enumerate(row.previous):
+            window, size = self.ledger.group_windows[group], self.ledger.group_sizes[group]
             new = row.tables[group] if group < len(row.tables) else []
             if new[: len(old)] == old:
                 continue
@@ -89,13 +88,13 @@ class AccountingOracle(Oracle):
                         expected=f"block ids 0 to {high - 1}",
                         got=f"block {block} in table {row.tables[0]}",
                     )
-            self._check_cover(row, null)
+            for group, table in enumerate(row.tables):
+                self._check_cover(row, group, table, null)
 
-    def _check_cover(self, row: Row, null: int | None) -> None:
+    def _check_cover(self, row: Row, group: int, table: list[int], null: int | None) -> None:
         """ACC-5: the table covers the step's tokens and holds no more than tokens plus lookahead need."""
         ledger = self.ledger
-        table = row.tables[0]
-        size = ledger.block_size
+        size = ledger.group_sizes[group]
         need = -(-row.end // size)
         if len(table) < need:
             self.report(
@@ -118,7 +117,7 @@ class AccountingOracle(Oracle):
                 got=f"table {table}",
             )
         if null is not None:
-            window = config.sliding_window
+            window = ledger.group_windows[group]
             reads_from = 0 if window is None else max(0, row.plan.first - window + 1)
             if null in table[reads_from // size : need]:
                 self.report(
@@ -143,6 +142,7 @@ class AccountingOracle(Oracle):
                 got=str(usage.preemptions),
             )
             self._preemptions = usage.preemptions
+        self._check_queues(facts)
         if usage.free_blocks is None or not self._exact:
             return
         expected = self.ledger.free_blocks
@@ -154,6 +154,31 @@ class AccountingOracle(Oracle):
         if self._difference != usage.free_blocks - expected:  # else reported at an earlier step
             self._difference = usage.free_blocks - expected
             self.unsettled = self._judge_free(facts, usage.free_blocks, expected)
+
+    def _check_queues(self, facts: StepFacts) -> None:
+        """ACC-10: who runs, waits and is swapped out, by the engine's figures and by what its plans have shown."""
+        ledger, usage = self.ledger, facts.usage_after
+        swapped = sum(request.state is RequestState.SWAPPED for request in ledger.preempted.values())
+        counted = {
+            "waiting": (usage.waiting, len(ledger.live) - len(ledger.running) - swapped),
+            "swapped": (usage.swapped, swapped),
+        }
+        if not any(self._is_forking(request, facts) for request in ledger.running.values()):
+            counted["running"] = usage.running, ledger.running_sequences
+        for name, (figure, count) in counted.items():
+            if figure is not None and figure != count:
+                self.report(
+                    "ACC-10",
+                    f"the engine's figure of what is {name} after step {facts.plan.step}",
+                    expected=str(count),
+                    got=str(figure),
+                )
+
+    @staticmethod
+    def _is_forking(request: RequestRecord, facts: StepFacts) -> bool:
+        """Whether the engine may not know yet that a request of several sequences has become several."""
+        since = request.first_token_step
+        return request.spec.n > 1 and (since is None or since >= facts.plan.step - facts.in_flight)
 
     def _judge_free(self, facts: StepFacts, got: int, expected: int) -> Problem:
         """The engine's free figure is not what its own tables leave: requirement, message, expected, got."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from conformance.ledger import Ledger, RequestRecord, StepFacts
-from conformance.protocol import EngineConfig, Finished, Snapshot, Usage
+from conformance.protocol import Capabilities, EngineConfig, Finished, Sampled, SequenceKey, Snapshot, Taken, Usage
 
 Report = Callable[..., None]
 """``report(requirement, message, expected=…, got=…)``: one violation, in the words of the field."""
@@ -26,8 +26,8 @@ class Oracle:
         self.report = report
 
     @classmethod
-    def concerns(cls, config: EngineConfig) -> bool:  # noqa: ARG003 - for those who have something to say
-        """Whether the oracle has anything to judge under ``config``; what it does not concern costs nothing."""
+    def concerns(cls, config: EngineConfig, capabilities: Capabilities) -> bool:  # noqa: ARG003 - for others to use
+        """Whether the oracle has anything to judge of such an engine; what it does not concern costs nothing."""
         return True
 
     def on_add(self, request: RequestRecord) -> None:
@@ -44,6 +44,9 @@ class Oracle:
 
     def after_step(self, facts: StepFacts) -> None:
         """The plan is executed: positions computed, tokens sampled, ``facts.usage_after`` known."""
+
+    def on_taken(self, step: int, taken: list[Taken], sampled: Mapping[SequenceKey, Sampled]) -> None:
+        """``step`` is committed by an engine that ``taken`` its own tokens, in place of the right ones, ``sampled``."""
 
     def on_commit(self, step: int, finished: list[Finished], ended: list[RequestRecord]) -> None:
         """The tokens of ``step`` are committed; ``ended`` are the requests that are now complete."""

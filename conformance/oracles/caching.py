@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from conformance.ledger import Ledger, StepFacts
 from conformance.oracles.base import Oracle, Report
-from conformance.protocol import EngineConfig
+from conformance.protocol import Capabilities, EngineConfig
 
 
 class CachingOracle(Oracle):
@@ -13,7 +13,7 @@ class CachingOracle(Oracle):
     requirements = ("CCH-3",)
 
     @classmethod
-    def concerns(cls, config: EngineConfig) -> bool:
+    def concerns(cls, config: EngineConfig, capabilities: Capabilities) -> bool:  # noqa: ARG003
         return config.enable_prefix_caching
 
     def __init__(self, ledger: Ledger, report: Report) -> None:
@@ -43,12 +43,15 @@ class CachingOracle(Oracle):
     def on_step(self, facts: StepFacts) -> None:
         if self._fresh is None:
             return
-        size = self.ledger.block_size
+        size = self.ledger.group_sizes[0]
         self._fresh.update(move.dst for move in facts.plan.moves if move.kind in {"copy", "swap_in"})
+        for row in facts.rows:  # what one request fills another may hit in the same pass
+            self._fresh.update(row.tables[0][-(-row.plan.first // size) :])
         for row in facts.rows:
             table = row.tables[0]
             if row.record.computed == 0 and row.plan.first:
-                stale = [block for block in table[: -(-row.plan.first // size)] if block not in self._fresh]
+                hit = set(table[: -(-row.plan.first // size)]) - {self.ledger.capabilities.null_block}
+                stale = sorted(hit - self._fresh)
                 if stale:
                     self.report(
                         "CCH-3",

@@ -21,12 +21,15 @@ class ContentOracle(Oracle):
         self._sizes = [group.block_size for group in groups] or [ledger.block_size]
         self._windows = [group.sliding_window for group in groups] or [ledger.config.sliding_window]
         self._shadows = [ShadowKV(size) for size in self._sizes]
-        self._pipelined = ledger.config.pipeline_depth > 1
+        self._others = [[one for one in self._shadows if one is not shadow] for shadow in self._shadows]
+        self._pipelined = ledger.config.pipeline_depth > 1 and not ledger.capabilities.steps_in_order
         self._in_flight: dict[int, dict[int, SequenceKey]] = {}
+        self._rows: list[Row] = []
 
     # -- the step ----------------------------------------------------------------------------------------
 
     def on_step(self, facts: StepFacts) -> None:
+        self._rows = facts.rows
         for move in facts.plan.moves:
             self._move(move, facts)
         for row in facts.rows:
@@ -116,8 +119,10 @@ class ContentOracle(Oracle):
         expected = record.computed
         if plan.first != expected:
             skipped = plan.first > expected
-            # What a later chunk skips may have come into the cache meanwhile; that it is there is what is read below.
-            if not (skipped and self.ledger.config.enable_prefix_caching):
+            # What a later chunk skips may have come into the cache meanwhile, and who is preempted may keep its blocks;
+            # that it is there is what is read below.
+            kept = row.resumed and "preempted" in self.ledger.capabilities.keeps_blocks
+            if not (skipped and (kept or self.ledger.config.enable_prefix_caching)):
                 self.report(
                     "KV-3",
                     f"{record.name} runs from position {plan.first}: "
@@ -186,10 +191,13 @@ class ContentOracle(Oracle):
             block = table[index]
             low, high = max(first, index * size), min(end, (index + 1) * size)
             if holders.get(block, 0) > 1 and not self._is_wrapped(table, block):
-                self._check_shared(row, shadow, block, low, nodes[low:high], size)
+                self._check_shared(row, group, block, low, nodes[low:high])
                 self._check_writers(row, group, block, range(low, high), written)
             if self._pipelined:
                 self._check_in_flight(row, shadow, block, low, nodes[low:high], size)
+            for other in self._others[group]:
+                if other.is_written(block):
+                    other.zero(block)  # the groups share one pool: what one writes the others had
         shadow.write(table, first, nodes[first:end])
 
     def _check_writers(
@@ -218,10 +226,15 @@ class ContentOracle(Oracle):
         """Whether one sequence's table names the block several times (a table that wraps round the window)."""
         return self.ledger.config.sliding_window is not None and table.count(block) == self.ledger.holders[block]
 
-    def _check_shared(self, row: Row, shadow: ShadowKV, block: int, first: int, nodes: list[int], size: int) -> None:
+    def _check_shared(self, row: Row, group: int, block: int, first: int, nodes: list[int]) -> None:
+        shadow, size = self._shadows[group], self._sizes[group]
         for position, node in enumerate(nodes, first):
             # A write that leaves the slot as it was (a fully hit prompt computes its last token again) harms nobody.
-            if shadow.holds(block, position % size) != node and not self._rewritten_alike(row, block, position, node):
+            if (
+                shadow.holds(block, position % size) != node
+                and not self._rewritten_alike(group, block, position, node)
+                and not self._merged_away(row, block)
+            ):
                 self.report(
                     "ACC-3",
                     f"{row.record.name} writes position {position} into block {block}, "
@@ -231,14 +244,30 @@ class ContentOracle(Oracle):
                 )
                 return
 
-    def _rewritten_alike(self, row: Row, block: int, position: int, node: int) -> bool:
+    def _merged_away(self, row: Row, block: int) -> bool:
+        """Whether everybody else may have given the block up for one of equal content since they last ran.
+
+        If not, what they read when they run again is not theirs.
+        """
+        ledger = self.ledger
+        if not ledger.capabilities.merges_equal_blocks:
+            return False
+        here = {other.record.key for other in self._rows}
+        return not any(
+            block in table and (record.key in here or (table.index(block) + 1) * ledger.block_size > record.computed)
+            for request in ledger.running.values()
+            for record in request.sequences
+            if record is not row.record
+            for table in record.tables
+        )
+
+    def _rewritten_alike(self, group: int, block: int, position: int, node: int) -> bool:
         """Whether every holder of the block has this very prefix at this position, so that all write the same."""
-        size = self.ledger.block_size
+        index = position // self._sizes[group]
         for request in self.ledger.running.values():
             for record in request.sequences:
-                for table in record.tables:
-                    index = position // size
-                    if index < len(table) and table[index] == block:
+                for place, table in enumerate(record.tables):
+                    if place == group and index < len(table) and table[index] == block:
                         if position >= len(record.nodes) or record.nodes[position] != node:
                             return False
                     elif block in table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from conformance.ledger import Ledger, RequestRecord, StepFacts
 from conformance.oracles.base import Oracle, Report
-from conformance.protocol import EngineConfig
+from conformance.protocol import Capabilities, EngineConfig
 
 
 class EncoderOracle(Oracle):
@@ -13,7 +13,7 @@ class EncoderOracle(Oracle):
     requirements = ("ENC-1",)
 
     @classmethod
-    def concerns(cls, config: EngineConfig) -> bool:
+    def concerns(cls, config: EngineConfig, capabilities: Capabilities) -> bool:  # noqa: ARG003
         return config.encoder_cache_size > 0
 
     def __init__(self, ledger: Ledger, report: Report) -> None:

@@ -9,19 +9,27 @@ OVERTAKEN_MAX = 64
 """How many later arrivals may pass a waiting request before "without bound" is said, per running sequence."""
 
 
+PASSED_OVER_MAX = 2
+"""Steps in a row in which later arrivals may run and a running request not, for each request that runs."""
+
+
 class FairnessOracle(Oracle):
-    """FAIR-1, FAIR-2. Works only in steps that admit somebody while somebody waits."""
+    """FAIR-1, FAIR-2. Works only in steps that leave somebody out, on the running set or in the queue."""
 
     requirements = ("FAIR-1", "FAIR-2")
 
     def __init__(self, ledger: Ledger, report: Report) -> None:
         super().__init__(ledger, report)
         self._overtaken: dict[str, int] = {}
+        self._passed_over: dict[str, int] = {}
+        """Running requests -> steps in a row that ran later arrivals of the running set and not them."""
 
     def before_step(self, facts: StepFacts) -> None:
         fcfs = self.ledger.config.scheduling_policy == "fcfs"
         # Under priority it makes no difference whether somebody comes, or waits, for the first time or again.
         admitted = [row for row in facts.rows if row.admitted or (row.resumed and not fcfs)]
+        if fcfs and (self._passed_over or len(facts.running_before) != len(facts.rows)):
+            self._judge_turns(facts)
         if not admitted or len(self.ledger.live) == len(facts.rows):
             return
         queued = (RequestState.WAITING,) if fcfs else (RequestState.WAITING, RequestState.PREEMPTED)
@@ -41,6 +49,25 @@ class FairnessOracle(Oracle):
             for row in admitted:
                 self._judge_priority(facts, row, waiting)
 
+    def _judge_turns(self, facts: StepFacts) -> None:
+        """FAIR-1 on the running set: who is on it gets a turn, sooner or later, while later arrivals get theirs."""
+        running = [request for request in facts.running_before if request.state is RequestState.RUNNING]
+        served = {row.record.request.spec.request_id for row in facts.rows}
+        last = max((r.spec.arrival for r in running if r.spec.request_id in served), default=-1)
+        before, self._passed_over = self._passed_over, {}
+        for request in running:
+            rid = request.spec.request_id
+            if rid in served or request.spec.arrival > last or not request.unfinished() or request.spec.encoder_items:
+                continue
+            count = self._passed_over[rid] = before.get(rid, 0) + 1
+            if count > PASSED_OVER_MAX * (1 + len(running)):
+                self.report(
+                    "FAIR-1",
+                    f"{rid} is on the running set and gets nothing for {count} steps in which later arrivals run",
+                    expected="a turn for everybody who runs",
+                    got=f"step {facts.plan.step} runs {', '.join(sorted(served))}",
+                )
+
     def _judge_arrivals(self, facts: StepFacts, row: Row, waiting: list[RequestRecord]) -> None:
         newcomer = row.record.request.spec
         hit = row.plan.first
@@ -49,7 +76,8 @@ class FairnessOracle(Oracle):
             if spec.arrival > newcomer.arrival or not self.ledger.surely_fits(request):
                 continue
             count = self._overtaken[spec.request_id] = self._overtaken.get(spec.request_id, 0) + 1
-            alike = len(spec.prompt) <= len(newcomer.prompt) - hit and spec.n <= newcomer.n
+            # Whose encoder items find no room now is passed over.
+            alike = not spec.encoder_items and len(spec.prompt) <= len(newcomer.prompt) - hit and spec.n <= newcomer.n
             if alike or count > OVERTAKEN_MAX * self.ledger.config.max_num_seqs:
                 self.report(
                     "FAIR-1",
@@ -76,6 +104,8 @@ class FairnessOracle(Oracle):
 
     def _would_fit_instead(self, facts: StepFacts, row: Row, request: RequestRecord) -> bool:
         """Whether ``request`` would have fitted in the very place that the admitted row took."""
+        if request.spec.encoder_items:
+            return False  # they may find no room now
         tokens = sum(len(record.tokens) for record in request.unfinished())
         places = row.record.request.spec.n
         needs_no_more = tokens <= len(row.record.tokens) - row.plan.first and request.spec.n <= places

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conformance.ledger import StepFacts
+from conformance.ledger import Row, StepFacts
 from conformance.oracles.base import Oracle
 
 
@@ -32,12 +32,29 @@ class LimitsOracle(Oracle):
                     expected=f"at most num_speculative_tokens = {config.num_speculative_tokens}",
                     got=str(drafts),
                 )
+            self._check_ahead(row)
         if tokens > config.max_num_batched_tokens and self.ledger.has_token_budget:
             self.report(
                 "LIM-2",
                 f"step {facts.plan.step} schedules {tokens} tokens",
                 expected=f"at most max_num_batched_tokens = {config.max_num_batched_tokens}",
                 got=" + ".join(str(row.plan.num_tokens) for row in facts.rows),
+            )
+
+    def _check_ahead(self, row: Row) -> None:
+        """LIM-4: no slot is set aside past the model's length; a runner's row of block ids ends there."""
+        ledger, config = self.ledger, self.ledger.config
+        if not ledger.has_length_limit or not (config.num_lookahead_slots or config.num_speculative_tokens):
+            return
+        table = row.tables[0]
+        tokens = max(ledger.tokens_max, len(row.record.tokens), row.end)
+        most = ledger.blocks_for(tokens) + ledger.capabilities.preallocated_blocks
+        if len(table) > most:
+            self.report(
+                "LIM-4",
+                f"{row.record.name} holds {len(table)} blocks, past the model's length",
+                expected=f"at most {most} blocks of {ledger.block_size} tokens, for {tokens} tokens",
+                got=f"table {table}",
             )
 
     def after_step(self, facts: StepFacts) -> None:

@@ -56,6 +56,8 @@ class PreemptionOracle(Oracle):
         victims = {request.spec.request_id for request, _ in facts.preempted}
         keeping = [r for r in facts.running_before if r.spec.request_id not in victims and r.unfinished()]
         for request, _ in facts.preempted:
+            if request.spec.encoder_items:
+                continue  # it may have been passed over while its items found no room, and so be the newcomer
             for other in keeping:
                 if other.rank(policy) > request.rank(policy) and blocks_released(self.ledger, other, Counter()):
                     later = "arrived later" if other.spec.priority == request.spec.priority else "is less urgent"

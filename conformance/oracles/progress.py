@@ -47,7 +47,7 @@ class ProgressOracle(Oracle):
         ledger, config, spec = self.ledger, self.ledger.config, request.spec
         if ledger.has_length_limit and len(spec.prompt) >= ledger.tokens_max:
             return "no room for an output token under max_model_len"
-        if spec.n > config.max_num_seqs:
+        if spec.n > config.max_num_seqs and not ledger.capabilities.sequences_apart:
             return "more sequences than max_num_seqs"
         if ledger.can_never_fit(request):
             return "outgrows the pool"
@@ -144,6 +144,8 @@ class ProgressOracle(Oracle):
         if any(move.kind == "swap_in" for move in facts.plan.moves):
             return  # who was swapped out goes first, and decodes
         ledger, config = self.ledger, self.ledger.config
+        if ledger.capabilities.prefill_interval > 1 and facts.running_before:
+            return  # newcomers wait for their turn
         head = self._head()
         if head is None or self._why_not_servable(head) or head.arrived_step > facts.plan.step:
             return
@@ -153,20 +155,22 @@ class ProgressOracle(Oracle):
         if facts.usage_after.free_blocks is not None:
             free = min(free, facts.usage_after.free_blocks)
         lengths = [len(record.tokens) for record in head.unfinished()]
-        blocks = sum(ledger.blocks_for(length + config.num_lookahead_slots) for length in lengths)
+        ahead = config.num_lookahead_slots + ledger.capabilities.lookahead_tokens
+        blocks = sum(ledger.blocks_for(length + ahead) for length in lengths)
+        blocks += ledger.capabilities.preallocated_blocks * len(lengths) * len(ledger.group_sizes)
         scheduled = sum(row.plan.num_tokens for row in facts.rows)
         budget = config.max_num_batched_tokens - scheduled if ledger.has_token_budget else 1 << 30
-        wanted = self._tokens_to_start(lengths)
+        wanted = self._tokens_to_start(lengths) + config.num_speculative_tokens
         if (
             blocks + ledger.watermark_blocks <= free
-            and ledger.running_sequences + head.spec.n <= config.max_num_seqs
+            and ledger.running_sequences + head.spec.n <= ledger.running_max
             and wanted <= budget
         ):
             self.report(
                 "PRG-7",
                 f"{head.spec.request_id} heads the queue, fits, and is not admitted in step {facts.plan.step}",
                 expected=f"admitted: it needs {blocks} blocks and {wanted} tokens of the budget",
-                got=f"{free} blocks free, {config.max_num_seqs - ledger.running_sequences} sequences free, "
+                got=f"{free} blocks free, {ledger.running_max - ledger.running_sequences} sequences free, "
                 f"{budget if ledger.has_token_budget else 'unlimited'} tokens of the budget left",
             )
 
@@ -215,7 +219,14 @@ class ProgressOracle(Oracle):
                 )
         for rid, early in reported.items():
             known = self.ledger.requests.get(rid)
-            if known is not None and known.live:
+            if known is not None and known.state is RequestState.FINISHED:
+                self.report(
+                    "PRG-5",
+                    f"{rid} is reported as finished after step {step}, and was before",
+                    expected="one report of its end",
+                    got=f"outputs {early.outputs}",
+                )
+            elif known is not None and known.live:
                 produced = [len(record.tokens) - len(known.spec.prompt) for record in known.sequences]
                 self.report(
                     "PRG-5",

@@ -132,11 +132,16 @@ class Column(msgspec.Struct, kw_only=True):
         found = [verdict.status for verdict in self.verdicts.values()]
         return {status: found.count(status) for status in reversed(SEVERITY) if status in found}
 
-    def failing(self, level: str) -> list[str]:
-        """Ids of the requirements of ``level`` that fail here and are not known to, in a check or under the fuzzer."""
-        ids = [one.requirement for one in self.verdicts.values() if one.status == "fail" and one.level == level]
-        ids += [one.requirement for one in self.findings if one.level == level and not one.known]
-        return list(dict.fromkeys(ids))
+    def failing(self, level: str, *, known: bool = False) -> list[str]:
+        """Ids of the requirements of ``level`` that fail here, in a check or under the fuzzer.
+
+        ``known``: those that are known to, which are none of the others.
+        """
+        status: Status = "known" if known else "fail"
+        ids = [one.requirement for one in self.verdicts.values() if one.status == status and one.level == level]
+        ids += [one.requirement for one in self.findings if one.level == level and bool(one.known) == known]
+        others = self.failing(level) if known else []
+        return [one for one in dict.fromkeys(ids) if one not in others]
 
     def events(self) -> list[Event]:
         """The lines it is made of."""

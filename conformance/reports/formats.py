@@ -47,17 +47,17 @@ def summary(column: Column) -> str:
     smoke = column.opened.smoke
     if smoke is not None and smoke.status != "ok":
         return f"error: smoke test: {smoke.reason}"
-    must = len(column.failing("MUST"))
-    known = any(status == "known" for status in column.counts()) or any(one.known for one in column.findings)
-    if must:
-        parts = [f"{must} MUST {'fails' if must == 1 else 'fail'}"]
-    else:
-        parts = ["no MUST fails but what is known to" if known else "no MUST fails"]
+    parts = []
+    for level in ("MUST", "SHOULD"):
+        new, known = len(column.failing(level)), len(column.failing(level, known=True))
+        if new:
+            parts.append(f"{new} {level} {'fails' if new == 1 else 'fail'}")
+        if known:
+            parts.append(f"{known} {level} known to fail")
+    if not column.failing("MUST") and not column.failing("MUST", known=True):
+        parts.insert(0, "no MUST fails")
     counts = column.counts()
-    parts += [f"{counts[status]} {status}" for status in counts if status != "fail"]
-    should = len(column.failing("SHOULD"))
-    if should:
-        parts.insert(1, f"{should} SHOULD {'fails' if should == 1 else 'fail'}")
+    parts += [f"{counts[status]} {status}" for status in counts if status not in {"fail", "known"}]
     if column.closed is not None and column.closed.steps:
         parts.append(f"{len(column.findings)} findings in {column.closed.steps:,} steps of fuzzing")
     return ", ".join(parts)

@@ -12,6 +12,7 @@ from conformance.scenarios import (
     books,
     caching,
     capacity,
+    device,
     encoder,
     lifecycle,
     limits,
@@ -31,6 +32,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     *books.SCENARIOS,
     *caching.SCENARIOS,
     *encoder.SCENARIOS,
+    *device.SCENARIOS,
     *metamorphic.SCENARIOS,
 )
 

@@ -141,6 +141,8 @@ def impossible(what: str) -> Build:
         small = setting.request(min(size, 10), min(4, size))
         tokens = setting.usable * size
         needs = f"max_model_len = {length} must exceed what {setting.usable} usable blocks hold"
+        apart = what in {"n-over-the-pool", "more-sequences"} and setting.capabilities.sequences_apart
+        setting.require(not apart, "the sequences of a request need not run together on this engine")
         match what:
             case "prompt-over-the-pool":
                 setting.require(length > tokens + 3, needs)

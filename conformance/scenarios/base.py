@@ -123,9 +123,9 @@ class Setting:
 
     @property
     def reserve(self) -> int:
-        """Blocks that never serve a request, as the engine declares."""
+        """Blocks that never serve a request, or that the engine insists on besides, as it declares."""
         window = self.config.sliding_window is not None and self.capabilities.null_block is None
-        return self.capabilities.reserved_blocks + window
+        return self.capabilities.reserved_blocks + window + self.capabilities.blocks_beyond_lines
 
     @property
     def usable(self) -> int:

@@ -22,7 +22,9 @@ class Engine:
 
     def __init__(self, config: pytest.Config) -> None:
         settings, pinned = parse_settings(config.getoption("kv_preset"), config.getoption("kv_set"))
-        self.examiner = Examiner(load(engine_name(config)), settings, pinned)
+        self.examiner = Examiner(
+            load(engine_name(config), validate_wire=config.getoption("kv_validate_wire")), settings, pinned
+        )
         file = config.getoption("kv_expectations")
         given = None if file is None else read(Path(file))
         self.known: list[Expectation] = known_failures(self.examiner, given)

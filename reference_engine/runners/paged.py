@@ -11,9 +11,7 @@ Needs the extra ``torch`` (torch and transformers). Layout of the pool, for keys
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
@@ -23,13 +21,8 @@ from reference_engine.block_manager import BlockManager, Move
 from reference_engine.config import EngineConfig
 from reference_engine.engine import Engine
 from reference_engine.request import Request, Sequence
+from reference_engine.runners.serving import SequenceKey
 from reference_engine.scheduler import Plan, ScheduledSequence
-
-SequenceKey: TypeAlias = tuple[str, int]
-"""(request id, sequence index)."""
-
-Arrival: TypeAlias = tuple[int, Request]
-"""A request and the step before which it is added, counted from 0."""
 
 
 class PoisonedReadError(RuntimeError):
@@ -101,6 +94,9 @@ class PagedRunner:
 
     # -- a step ------------------------------------------------------------------------------------------
 
+    def check(self, request: Request) -> None:
+        """Whatever the engine takes can be run."""
+
     def execute(self, plan: Plan) -> dict[SequenceKey, int]:
         """Do the moves of a step, run its sequences and sample. Steps are executed in the order planned.
 
@@ -126,6 +122,10 @@ class PagedRunner:
             for move in moves:
                 self._move(move)
             return self._pass(rows)
+
+    def settle(self, engine: Engine) -> None:
+        """Poison the blocks that are free after a commit."""
+        self.poison_free(engine.blocks)
 
     def poison_free(self, blocks: BlockManager) -> None:
         """Overwrite what nobody holds and no prefix hit can reach, so that a later read of it is seen.
@@ -243,45 +243,6 @@ def _softmax_attention(queries: Any, keys: Any, values: Any, hidden: Any) -> Any
     scores = torch.einsum("qhd,khd->hqk", queries, keys) * queries.shape[-1] ** -0.5
     weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, values)
-
-
-# --------------------------------------------------------------------------------------------------- the loop
-
-
-def serve(
-    engine: Engine,
-    runner: PagedRunner,
-    arrivals: Iterable[Arrival],
-    observe: Callable[[Plan], None] | None = None,
-) -> dict[str, list[list[int]]]:
-    """Serve ``arrivals`` to the end; returns the output tokens of every sequence, by request id.
-
-    A step is executed when it is planned, and committed when the pipeline is full or nothing can be planned.
-    ``observe`` sees every plan before it is executed. Free blocks are poisoned after every commit.
-
-    Raises what `Engine.add_request` and the runner raise, and RuntimeError when no live request progresses.
-    """
-    waiting = deque(sorted(arrivals, key=lambda arrival: arrival[0]))
-    in_flight: deque[tuple[int, dict[SequenceKey, int]]] = deque()
-    outputs: dict[str, list[list[int]]] = {}
-    turn = 0
-    while waiting or engine.requests or in_flight:
-        while waiting and waiting[0][0] <= turn:
-            engine.add_request(waiting.popleft()[1])
-        turn += 1
-        plan = engine.schedule()
-        if observe is not None:
-            observe(plan)
-        sampled = runner.execute(plan)  # also when nothing runs: there may be moves
-        if plan.sequences:
-            in_flight.append((plan.step, sampled))
-        elif engine.requests and not in_flight and not plan.preempted:
-            raise RuntimeError(f"step {plan.step} runs nothing and {', '.join(engine.requests)} wait (PRG-1)")
-        if in_flight and (len(in_flight) >= engine.config.pipeline_depth or not plan.sequences):
-            for finished in engine.commit(*in_flight.popleft()):
-                outputs[finished.request_id] = finished.outputs
-            runner.poison_free(engine.blocks)
-    return outputs
 
 
 # -------------------------------------------------------------------------------------------------- the model

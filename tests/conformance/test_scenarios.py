@@ -16,7 +16,7 @@ from conformance.scenarios.base import Inapplicable
 from conformance.scenarios.bench import Unjudged, Unsupported, features_of
 from conformance.settings import PRESETS
 
-ENGINE_REQUIREMENTS = [row.id for row in load().values() if row.layer == "engine"]
+REQUIREMENTS = list(load())
 CASES = [pytest.param(case, id=name) for name, (_, case) in case_names().items()]
 REFERENCE = make(EngineConfig()).capabilities
 NEURON = EngineConfig(**PRESETS["neuron"].fields)
@@ -30,7 +30,7 @@ def setting(base: EngineConfig | None = None, pinned: tuple[str, ...] = (), **de
 # --------------------------------------------------------------------------------------------------- the coverage
 
 
-@pytest.mark.parametrize("requirement", ENGINE_REQUIREMENTS)
+@pytest.mark.parametrize("requirement", REQUIREMENTS)
 def test_every_requirement_has_a_case(requirement: str) -> None:
     assert cases_of(requirement)
 
@@ -38,7 +38,7 @@ def test_every_requirement_has_a_case(requirement: str) -> None:
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_a_scenario_cites_known_requirements(scenario: Scenario) -> None:
     cited = {requirement for case in scenario.cases for requirement in scenario.judged_by(case)}
-    assert cited <= set(ENGINE_REQUIREMENTS)
+    assert cited <= set(REQUIREMENTS)
     assert cited
     assert scenario.title
 

@@ -35,6 +35,13 @@ def test_the_neuron_preset_is_the_seed() -> None:
     assert config.max_num_batched_tokens == config.max_num_seqs * config.max_model_len
 
 
+def test_a_fixed_batch_takes_blocks_of_a_whole_sequence_unless_they_are_set() -> None:
+    assert parse_settings(None, ["fixed_batch=true"])[0].block_size == EngineConfig().max_model_len
+    config, names = parse_settings(None, ["fixed_batch=true", "max_model_len=50"])
+    assert (config.block_size, sorted(names)) == (50, ["fixed_batch", "max_model_len"])
+    assert parse_settings(None, ["fixed_batch=true", "block_size=8"])[0].block_size == 8
+
+
 def test_options_of_the_engine_go_by_their_prefix() -> None:
     config, names = parse_settings(
         None, ["engine_options.block_manager=v1", "engine_options.depth=2", "engine_options.strict=false"]

@@ -74,6 +74,27 @@ def test_sequences_of_one_request_part_ways_at_their_first_token() -> None:
     assert len({tree.next_token(node, seq) for seq in range(4)}) == 4
 
 
+def test_a_real_model_decides_once_for_each_prefix_whatever_the_sequence_or_salt() -> None:
+    asked: list[list[int]] = []
+
+    def model(tokens: list[int]) -> int:
+        asked.append(tokens)
+        return 500 + len(tokens)
+
+    tree = PrefixTree(model)
+    nodes = tree.walk(request_from(Add(1, 1, salt=1), 0), [5, 6, 99_999])
+    assert [tree.next_token(node, seq) for node in nodes for seq in (0, 1)] == [501, 501, 502, 502, 503, 503]
+    assert asked == [[5], [5, 6], [5, 6, 99_999]]
+
+
+@given(st.lists(st.integers(0, (1 << 20) - 1), min_size=1, max_size=4), st.integers(0, (1 << 20) - 1))
+def test_prefixes_of_a_large_vocabulary_stay_apart(tokens: list[int], other: int) -> None:
+    tree = PrefixTree()
+    plain = request_from(Add(1, 1), 0)
+    agree = tree.walk(plain, tokens)[-1] == tree.walk(plain, [*tokens[:-1], other])[-1]
+    assert agree == (tokens[-1] == other)
+
+
 def test_a_slot_is_told_in_words() -> None:
     tree = PrefixTree()
     nodes = tree.walk(request_from(Add(1, 1), 0), [5, 6])

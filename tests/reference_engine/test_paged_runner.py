@@ -14,6 +14,7 @@ from reference_engine import config as core
 from reference_engine.block_pool import NULL_BLOCK
 from reference_engine.engine import Engine
 from reference_engine.request import Request
+from reference_engine.runners.serving import Arrival, serve
 from reference_engine.scheduler import Plan
 from workloads import arrivals_of, core_config, random_operations
 
@@ -22,11 +23,9 @@ for library in ("transformers.models.llama.modeling_llama", "transformers.models
     pytest.importorskip(library, reason="the paged runner needs the extra `torch`")
 
 from reference_engine.runners.paged import (  # noqa: E402 - only where torch is
-    Arrival,
     PagedRunner,
     PoisonedReadError,
     Row,
-    serve,
     tiny_model,
 )
 

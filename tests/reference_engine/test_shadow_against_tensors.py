@@ -28,6 +28,7 @@ from conformance.protocol import (
 from conformance.session import Session
 from reference_engine.block_manager import Move
 from reference_engine.engine import Engine
+from reference_engine.runners.serving import serve
 from workloads import arrivals_of, core_config, random_operations
 
 torch: Any = pytest.importorskip("torch", reason="the paged runner needs the extra `torch`")
@@ -38,7 +39,6 @@ from reference_engine.runners.paged import (  # noqa: E402 - only where torch is
     PagedRunner,
     PoisonedReadError,
     Row,
-    serve,
     tiny_model,
 )
 

@@ -52,7 +52,7 @@ def seed() -> CheckReport:
 
 def test_the_reference_engine_keeps_the_contract(reference: CheckReport) -> None:
     assert reference.ok
-    assert reference.counts() == {"pass": 43, "unsupported": 1}
+    assert reference.counts() == {"pass": 48, "unsupported": 1}
 
 
 def test_a_feature_it_does_not_declare_is_unsupported_and_no_pass(reference: CheckReport) -> None:
@@ -66,8 +66,7 @@ def test_no_case_of_the_reference_engine_is_skipped(reference: CheckReport) -> N
 
 
 def test_results_are_in_the_order_of_the_contract(reference: CheckReport) -> None:
-    engine = [row.id for row in load_requirements().values() if row.layer == "engine"]
-    assert [row.requirement for row in reference.results] == engine
+    assert [row.requirement for row in reference.results] == list(load_requirements())
 
 
 def test_a_report_survives_json(reference: CheckReport, seed: CheckReport) -> None:
@@ -238,11 +237,24 @@ def test_an_unknown_requirement_is_told_the_known_ones() -> None:
         check(load("reference"), requirements=["PRE-9"])
 
 
-def test_what_only_a_device_can_show_is_unsupported() -> None:
-    row = check(load("reference"), requirements=["DEV-1"]).results[0]
-    assert (row.status, row.reason) == (
-        "unsupported", "Checked by the neuron suite, on the device or its emulation."
-    )  # fmt: skip
+class WithoutDevice(Faulty):
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        features = self.capabilities.features - {"device"}
+        self.capabilities = msgspec.structs.replace(self.capabilities, features=features)
+
+
+def test_nothing_is_said_of_devices_to_an_engine_that_declares_none() -> None:
+    row = check(FaultySource(WithoutDevice), requirements=["DEV-1"]).results[0]
+    assert (row.status, row.reason) == ("unsupported", "the engine does not declare device")
+
+
+def test_the_neuron_preset_puts_an_engine_on_its_device(seed: CheckReport) -> None:
+    """Also one that preempts at full batch and prefills again: the lines it comes back to are its own."""
+    lines = [result(seed, f"DEV-{number}") for number in range(1, 6)]
+    assert [row.status for row in lines] == ["pass"] * 5
+    full = next(case for case in lines[1].cases if case.case == "fixed-batch/full-batch")
+    assert "0 preemptions" not in full.tally
 
 
 def test_an_unknown_field_cannot_be_pinned() -> None:

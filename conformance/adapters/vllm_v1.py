@@ -1,0 +1,244 @@
+"""vLLM's V1 engine: its unmodified `Scheduler` and `AsyncScheduler`, driven from the model runner's seat.
+
+One adapter for the releases from 0.10.0 on. What differs between them (constructor arguments, fields of the
+configuration and of the scheduler's output, two model runners) is read off the installed classes.
+
+What an oracle has to know about this engine:
+
+- Block 0 is the null block: of ``num_blocks`` blocks one never serves a request.
+- ``max_model_len`` limits all tokens of a sequence, outputs included.
+- There is one queue and one policy of preemption: recompute. The victim is the last of the running set, under
+  priority the least urgent of it; a waiting request preempts nobody, however urgent.
+- Prefill and decode are not told apart: every running request is first given the tokens it lacks, within the
+  budget, then newcomers. A step that preempts admits nobody.
+- A whole prompt that ends at a block boundary hits all of its blocks but the last one.
+- With a pipeline, steps run on the device in the order of their scheduling (``steps_in_order``): a block of a
+  request that is over may be handed out while a step that still writes it is under way.
+- ``pipeline_depth`` is the length of the engine core's queue of batches. With ``async_scheduling`` tokens are
+  taken for granted before they are sampled; otherwise a request waits for its token, as in pipeline parallelism.
+- The engine's own start-up check refuses a pool that cannot hold one sequence of ``max_model_len``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from conformance.adapters._vllm_v1_books import PreemptionLog, snapshot_of
+from conformance.adapters._vllm_v1_config import Setup, build
+from conformance.adapters._vllm_v1_options import capabilities_of, check, is_async, model_runner_of
+from conformance.adapters._vllm_v1_release import Release, accepted, installed_release, takes
+from conformance.adapters._vllm_v1_worker import InputBatch, Sampling
+from conformance.protocol import (
+    AdapterError,
+    Capabilities,
+    CommitResult,
+    EngineConfig,
+    Finished,
+    Request,
+    RequestId,
+    RequestRefused,
+    Sampled,
+    SequenceKey,
+    Snapshot,
+    StepPlan,
+    Usage,
+)
+
+
+class _Step(NamedTuple):
+    """A batch in the engine core's queue."""
+
+    number: int
+    output: Any
+    sampling: list[Sampling]
+
+
+class VllmV1Engine:
+    """One V1 scheduler with the model runner's input batch. Made by `make`."""
+
+    def __init__(self, release: Release, config: EngineConfig, setup: Setup, capabilities: Capabilities) -> None:
+        self._release = release
+        self._capabilities = capabilities
+        self._config = config
+        self._scheduler = setup.scheduler
+        self._pool = setup.scheduler.kv_cache_manager.block_pool
+        self._hasher = setup.hasher
+        self._preempts_on_reset = capabilities.reset_with_live == "preempts"
+        self._log = PreemptionLog(setup.scheduler, release.request_status.PREEMPTED)
+        self._inputs = InputBatch(
+            runner=model_runner_of(release, config),
+            is_async=is_async(release, config),
+            null_block=self._pool.null_block.block_id,
+            windows=setup.windows,
+            sizes=setup.sizes,
+            order=setup.order,
+        )
+        self._proposes = config.num_speculative_tokens > 0 and not is_async(release, config)
+        """Drafts pass through the scheduler; an asynchronous one leaves them to the model runner."""
+        self._loras: dict[str, Any] = {}
+        self._outputs: dict[RequestId, list[int]] = {}
+        self._queue: deque[_Step] = deque()
+        self._steps = 0
+        self._late: list[Finished] = []
+        """Reported by a batch with nothing in it, which nobody commits."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def add_request(self, request: Request) -> None:
+        """Check and queue the request as the engine's front does. Raises `RequestRefused` in the engine's words."""
+        release = self._release
+        if request.n > 1:
+            raise RequestRefused(f"n = {request.n}: vLLM {release.version} samples in parallel above the engine")
+        try:
+            release.validate_prompt(request, self._config)
+            params = release.sampling_params(
+                max_tokens=request.max_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                stop_token_ids=[] if request.stop_token is None else [request.stop_token],
+            )
+        except release.refusals as error:
+            raise RequestRefused(str(error)) from error
+        arguments = {
+            "request_id": request.request_id,
+            "prompt_token_ids": list(request.prompt),
+            "sampling_params": params,
+            "pooling_params": None,
+            "eos_token_id": None,
+            "arrival_time": float(request.arrival),
+            "lora_request": self._lora(request.adapter),
+            "cache_salt": request.cache_salt or None,
+            "priority": request.priority,
+            "block_hasher": self._hasher,
+            "mm_features": [
+                release.mm_feature(
+                    data=None,
+                    modality="image",
+                    identifier=item.key,
+                    mm_position=release.mm_position(offset=item.first, length=item.size),
+                )
+                for item in request.encoder_items
+            ],
+        }
+        self._outputs[request.request_id] = []
+        self._scheduler.add_request(release.request(**accepted(release.request, arguments)))
+
+    def _lora(self, name: str) -> Any:
+        if not name:
+            return None
+        if name not in self._loras:
+            self._loras[name] = self._release.lora_request(name, len(self._loras) + 1, f"/{name}")
+        return self._loras[name]
+
+    def abort_request(self, request_id: RequestId) -> None:
+        """Pass the id on to the scheduler, whether it is known or not."""
+        self._scheduler.finish_requests(request_id, self._release.request_status.FINISHED_ABORTED)
+        self._outputs.pop(request_id, None)
+
+    def schedule(self) -> StepPlan:
+        """One turn of the engine core's loop up to the model: nothing at all when there is nothing to do."""
+        plan = StepPlan(step=self._steps)
+        self._steps += 1
+        scheduler = self._scheduler
+        if not scheduler.has_requests():
+            return plan
+        output = scheduler.schedule()
+        plan.preempted = self._log.take()
+        sampling = self._inputs.take(output, plan.sequences, plan.moves)
+        if self._config.encoder_cache_size:
+            plan.encoder_freed = list(output.free_encoder_mm_hashes)
+            plan.encoder_run = [
+                (name, index) for name, items in output.scheduled_encoder_inputs.items() for index in items
+            ]
+        self._queue.append(_Step(plan.step, output, sampling))
+        if not plan.sequences and len(self._queue) == 1:
+            self._process(self._queue.popleft(), {}, self._late)
+        return plan
+
+    def commit(self, step: int, sampled: Mapping[SequenceKey, Sampled]) -> CommitResult:
+        """Process the oldest batch, and those before it that had nothing to run."""
+        result = CommitResult(self._late)
+        self._late = []
+        queue = self._queue
+        while queue and queue[0].number <= step:
+            entry = queue.popleft()
+            if entry.number < step and entry.sampling:
+                raise AdapterError(f"commit({step}): step {entry.number} comes first")
+            self._process(entry, sampled if entry.number == step else {}, result.finished)
+        return result
+
+    def _process(self, entry: _Step, sampled: Mapping[SequenceKey, Sampled], finished: list[Finished]) -> None:
+        tokens_of = self._inputs.commit(entry.sampling, sampled)
+        names = list(entry.output.num_scheduled_tokens)
+        arguments = {
+            "req_ids": names,
+            "req_id_to_index": {name: index for index, name in enumerate(names)},
+            "sampled_token_ids": [tokens_of.get(name, []) for name in names],
+            "logprobs": None,
+            "prompt_logprobs_dict": {},
+            "pooler_output": [],
+        }
+        drafts = self._drafts(tokens_of, sampled) if self._proposes else None
+        if drafts is not None and takes(self._release.model_runner_output, "spec_token_ids"):
+            arguments["spec_token_ids"] = [drafts.get(name, []) for name in names]
+        answers = self._scheduler.update_from_output(entry.output, self._release.model_runner_output(**arguments))
+        for answer in answers.values():
+            for output in answer.outputs:
+                tokens = self._outputs.get(output.request_id)
+                if tokens is None:
+                    continue  # aborted: its client is gone
+                tokens += output.new_token_ids
+                if output.finish_reason is not None:
+                    finished.append(
+                        Finished(request_id=output.request_id, outputs=[tokens], reason=str(output.finish_reason))
+                    )
+                    del self._outputs[output.request_id]
+        if drafts and self._release.draft_token_ids is not None:
+            self._scheduler.update_draft_token_ids(
+                self._release.draft_token_ids(list(drafts), [list(tokens) for tokens in drafts.values()])
+            )
+
+    @staticmethod
+    def _drafts(names: Iterable[RequestId], sampled: Mapping[SequenceKey, Sampled]) -> dict[RequestId, list[int]]:
+        """What the model runner proposes for the next step of each request that sampled."""
+        return {name: sampled[name, 0].drafts for name in names if (name, 0) in sampled}
+
+    def reset_prefix_cache(self) -> bool:
+        """Pass on to the scheduler."""
+        reset = self._scheduler.reset_prefix_cache
+        if not self._preempts_on_reset:
+            return bool(reset())
+        done = bool(reset(reset_running_requests=True))
+        self._log.take()  # whoever ran is preempted, as ``reset_with_live`` says
+        return done
+
+    def usage(self) -> Usage:
+        """The pool's and the scheduler's own figures. O(1)."""
+        running, waiting = self._scheduler.get_request_counts()
+        return Usage(free_blocks=self._pool.get_num_free_blocks(), running=running, waiting=waiting)
+
+    def snapshot(self) -> Snapshot:
+        """The block pool, the tables and the queues. O(pool)."""
+        return snapshot_of(self._scheduler)
+
+    def close(self) -> None:
+        """Drop what is queued, and have the scheduler stop what it may have started."""
+        self._outputs.clear()
+        self._queue.clear()
+        self._scheduler.shutdown()
+
+
+def make(config: EngineConfig) -> VllmV1Engine:
+    """An engine on the installed vLLM.
+
+    Raises `ConfigRefused` for what vLLM's configuration classes and its start-up check refuse (in their words) and
+    for unknown options, `AdapterError` when the installed vLLM has no V1 scheduler, ModuleNotFoundError without vLLM.
+    """
+    release = installed_release()
+    capabilities = capabilities_of(release, config)
+    check(release, config, capabilities)
+    return VllmV1Engine(release, config, build(release, config), capabilities)

@@ -1,0 +1,1 @@
+"""Llama on the device."""

@@ -1,0 +1,1 @@
+"""Mistral on the device."""
