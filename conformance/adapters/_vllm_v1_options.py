@@ -21,8 +21,8 @@ _OPTIONS = {
     "default), or when its first chunk does (false).",
     "max_num_active_seqs": "Requests admitted to the running set, when fewer than max_num_seqs; 0: as many.",
     "prefill_schedule_interval": "Steps from one prefill to the next while somebody decodes (default 1).",
-    "prefix_match_unit": "With KV-cache groups, tokens at whose multiples a prefix may be hit, inside a block too, "
-    "which is then copied; 0 (default): where a block of every group ends.",
+    "prefix_match_unit": "With KV-cache groups, tokens for each of which a prefix is hashed; 0 (default): as many as "
+    "divide every group's blocks. Hits inside a block need recurrent state, of which no group is driven.",
     "speculative_method": "How drafts are proposed, with num_speculative_tokens: ngram (default), or eagle, whose "
     "draft model writes KV of its own ahead of the drafts and makes the engine drop or prove the end of a hit.",
     "reset_running_requests": "reset_prefix_cache preempts whoever runs (true) or is refused (false, default).",
@@ -79,6 +79,7 @@ def _defaults_to_async(release: Release) -> bool:
 
 
 def is_eagle(config: EngineConfig) -> bool:
+    """Whether drafts come from a draft model with KV of its own."""
     return config.engine_options.get("speculative_method") == "eagle"
 
 
@@ -131,7 +132,6 @@ def capabilities_of(release: Release, config: EngineConfig) -> Capabilities:
         "scheduler_reserve_full_isl": (True, False),
         "max_num_active_seqs": (1, 2),
         "prefill_schedule_interval": (2, 3),
-        "prefix_match_unit": (1, 2),
         "speculative_method": _METHODS,
         "reset_running_requests": (True, False),
     }

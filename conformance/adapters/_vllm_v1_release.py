@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import json
 import logging
 import os
@@ -32,6 +33,8 @@ _QUIET = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
 }
+_LANDMARK = "vllm.v1.core.kv_cache_coordinator"
+"""The oldest releases of V1 do without it; looked for before anything is touched that another adapter might use."""
 _ARCHITECTURE = "KvconformForCausalLM"
 _MODEL_CONFIG = {
     "architectures": [_ARCHITECTURE],
@@ -190,10 +193,13 @@ def installed_release() -> Release:
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-    platforms: Any = importlib.import_module("vllm.platforms")
-    platforms._current_platform = _no_device(importlib.import_module("vllm.platforms.interface"))
     version = str(getattr(importlib.import_module("vllm"), "__version__", "unknown"))
     try:
+        importlib.import_module("vllm.v1")
+        if importlib.util.find_spec(_LANDMARK) is None:
+            raise ImportError(f"no {_LANDMARK}")
+        platforms: Any = importlib.import_module("vllm.platforms")
+        platforms._current_platform = _no_device(importlib.import_module("vllm.platforms.interface"))
         _register_model()
         return _probe(version)
     except (ImportError, AttributeError) as error:
