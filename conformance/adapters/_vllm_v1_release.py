@@ -193,16 +193,18 @@ def installed_release() -> Release:
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-    version = str(getattr(importlib.import_module("vllm"), "__version__", "unknown"))
+    if importlib.util.find_spec("vllm") is None:
+        raise ModuleNotFoundError("vLLM is not installed", name="vllm")
+    version = "of unknown version"
     try:
-        importlib.import_module("vllm.v1")
-        if importlib.util.find_spec(_LANDMARK) is None:
-            raise ImportError(f"no {_LANDMARK}")
-        platforms: Any = importlib.import_module("vllm.platforms")
-        platforms._current_platform = _no_device(importlib.import_module("vllm.platforms.interface"))
-        _register_model()
+        version = str(importlib.import_module("vllm").__version__)
+        importlib.import_module(_LANDMARK.rpartition(".")[0])
+        if importlib.util.find_spec(_LANDMARK) is not None:
+            platforms: Any = importlib.import_module("vllm.platforms")
+            platforms._current_platform = _no_device(importlib.import_module("vllm.platforms.interface"))
+            _register_model()
         return _probe(version)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, RuntimeError) as error:
         raise AdapterError(f"vLLM {version} has no V1 scheduler that this adapter knows ({error})") from error
 
 
@@ -218,6 +220,7 @@ def _first(*names: str) -> Any:
 
 
 def _probe(version: str) -> Release:
+    importlib.import_module(_LANDMARK)
     config = importlib.import_module("vllm.config")
     inputs = importlib.import_module("vllm.multimodal.inputs")
     outputs = importlib.import_module("vllm.v1.outputs")
