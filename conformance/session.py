@@ -377,7 +377,7 @@ class Session:
             seen.add(key)
             if sequence.draft_tokens:
                 self._settle_drafts(record, sequence)
-            if sequence.seq and not record.tables and sequence.first < record.computed:
+            if sequence.seq and not record.tables and sequence.first < min(record.computed, record.len_min - 1):
                 record.computed = 0  # there was no room to fork it: it starts anew
             if sequence.optimistic:
                 sequence.first -= sum(record.rejected.values())

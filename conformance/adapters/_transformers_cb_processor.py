@@ -158,6 +158,12 @@ def build(
     helper = lib.distributed.DistributedHelper(None, None)
     dtype = lib.torch.float16
     cache = lib.cache.PagedAttentionCache(model_config, resolved, device, helper, dtype=dtype)
+    if any(allocator.blocks_per_sector > 1 for allocator in cache.cache_allocators.values()):
+        raise ConfigRefused(
+            f"block_size = {config.block_size}: the sectors blocks are taken from would hold several of them, unless "
+            f"it is a multiple of {PAGE_SIZE_MIN}",
+            msgspec.structs.replace(config, block_size=-(-config.block_size // PAGE_SIZE_MIN) * PAGE_SIZE_MIN),
+        )
     if config.num_swap_blocks:
         # A little more than asked for: the space is given in GiB and rounded down to whole sectors.
         resolved.cpu_offload_space = (config.num_swap_blocks + 0.5) * cache.bytes_per_sector / 1024**3

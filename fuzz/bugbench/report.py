@@ -38,7 +38,8 @@ class ShrinkFigures(msgspec.Struct, kw_only=True):
     """One shrunk trace: operations against the smallest known, and what it cost."""
 
     operations: int
-    smallest: int
+    smallest: int | None
+    """None: none is known yet. A trace of no operation at all counts as one."""
     ratio: float
     executions: int
     cpu_seconds: float
@@ -84,7 +85,7 @@ def summarise(results: Results, records: dict[str, PlantedFault], smallest: dict
         cells.setdefault((cell.fault, cell.fuzzer), []).append(cell)
     fuzzers = [name for name in results.header.budgets if any(key[1] == name for key in cells)]
     rows = [
-        _row(record, fuzzers, cells, smallest.get(fault, 0), results.header.budgets)
+        _row(record, fuzzers, cells, smallest.get(fault), results.header.budgets)
         for fault, record in records.items()
         if any(key[0] == fault for key in cells)
     ]
@@ -103,7 +104,7 @@ def _row(
     record: PlantedFault,
     fuzzers: Sequence[str],
     cells: dict[tuple[str, str], list[Cell]],
-    smallest: int,
+    smallest: int | None,
     budgets: dict[str, int],
 ) -> FaultFigures:
     mine = {name: cells[record.id, name] for name in fuzzers if (record.id, name) in cells}
@@ -118,7 +119,7 @@ def _row(
             ShrinkFigures(
                 operations=len(cell.shrunk.operations),
                 smallest=smallest,
-                ratio=len(cell.shrunk.operations) / smallest if smallest else math.inf,
+                ratio=max(1, len(cell.shrunk.operations)) / max(1, smallest) if smallest is not None else math.inf,
                 executions=cell.shrunk.executions,
                 cpu_seconds=cell.shrunk.cpu_seconds,
                 stable=cell.shrunk.stable == 3,

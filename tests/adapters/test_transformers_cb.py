@@ -226,6 +226,14 @@ def test_refusals_are_in_the_words_of_transformers() -> None:
     make(refusal.value.instead).close()
 
 
+def test_a_block_is_a_sector() -> None:
+    with pytest.raises(ConfigRefused, match="block_size = 5") as refusal:
+        make(config_of(block_size=5))
+    assert refusal.value.instead is not None
+    assert refusal.value.instead.block_size == 8
+    make(config_of(block_size=12)).close()
+
+
 def test_what_it_does_not_have_is_refused() -> None:
     with pytest.raises(ConfigRefused, match="colour: not known; taken are scheduler_type"):
         make(config_of({"colour": "green"}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import pytest
 
 from conformance.ledger import Ledger
@@ -12,6 +13,7 @@ from conformance.need import real_need
 from conformance.operations import Add, Step
 from conformance.protocol import (
     AdapterError,
+    BlockMove,
     Capabilities,
     CommitResult,
     EngineConfig,
@@ -28,7 +30,7 @@ from conformance.protocol import (
 from conformance.session import Session
 from conformance.token_model import request_from
 
-FEATURES: frozenset[Feature] = frozenset({"fork", "recompute", "chunked_prefill", "pipeline"})
+FEATURES: frozenset[Feature] = frozenset({"fork", "recompute", "swap", "chunked_prefill", "pipeline"})
 CONFIG = EngineConfig(num_blocks=12, block_size=2, max_num_batched_tokens=16, max_model_len=16)
 
 
@@ -72,8 +74,8 @@ def plans(*steps: list[SequencePlan]) -> list[StepPlan]:
     return [StepPlan(step=number, sequences=sequences) for number, sequences in enumerate(steps)]
 
 
-def broken(engine: Scripted, steps: int, add: Add) -> set[str]:
-    session = Session(engine, CONFIG)
+def broken(engine: Scripted, steps: int, add: Add, **config: Any) -> set[str]:
+    session = Session(engine, msgspec.structs.replace(CONFIG, **config))
     session.apply(add)
     session.apply(Step(steps))
     return {violation.requirement for violation in session.violations}
@@ -108,6 +110,20 @@ def test_one_of_several_sequences_may_be_preempted_alone_and_computed_again() ->
     assert broken(Scripted(*steps, sequences_apart=True), 5, add) == set()
     steps[3].preempted = []
     assert broken(Scripted(*steps, sequences_apart=True), 5, add)
+
+
+def test_the_token_in_flight_of_a_swapped_sequence_may_be_sampled_again() -> None:
+    steps = plans(
+        *FORK_BEFORE_THE_LAST_TOKEN[:2],
+        [row(0, 4, 1, [0, 1, 4])],
+        [row(0, 5, 1, [0, 1, 4]), row(1, 3, 1, [2, 3])],
+    )
+    steps[2].preempted = [Preemption(request_id="r0", mode="swap", seq=1)]
+    steps[2].moves = [BlockMove("swap_out", 2, 0), BlockMove("swap_out", 3, 1)]
+    steps[3].moves = [BlockMove("swap_in", 0, 2), BlockMove("swap_in", 1, 3)]
+    engine = Scripted(*steps, sequences_apart=True)
+    swapping = {"preemption_mode": "swap", "num_swap_blocks": 4}
+    assert broken(engine, 4, Add(prompt_len=4, max_tokens=8, n=2), pipeline_depth=2, **swapping) == set()
 
 
 def test_a_row_of_no_token_belongs_to_sequences_apart_alone() -> None:

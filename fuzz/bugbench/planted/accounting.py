@@ -26,7 +26,7 @@ def _keep(pool: BlockPool, blocks: Several[int]) -> None:
 # ------------------------------------------------------------------------------------------------------- leak
 
 
-@planted(LEAK, "ACC-1", "ACC-4", "ACC-6", "ACC-7", source="https://github.com/sgl-project/sglang/issues/11970")
+@planted(LEAK, "ACC-1", "ACC-4", "ACC-6", "ACC-7", "ACC-8", source="https://github.com/sgl-project/sglang/issues/11970")
 class EndKeepsTheLastBlock(Blocks):
     """A sequence that ends gives back all its blocks but the one it wrote last."""
 
@@ -39,7 +39,9 @@ class EndKeepsTheLastBlock(Blocks):
         super().retire(sequence, defer=defer)
 
 
-@planted(LEAK, "ACC-1", "ACC-4", "ACC-7", "PRE-5", source="https://github.com/guoqingbao/xinfer/pull/12")
+@planted(
+    LEAK, "ACC-1", "ACC-4", "ACC-7", "PRE-5", "ACC-8", "PRE-1", source="https://github.com/guoqingbao/xinfer/pull/12"
+)
 class PreemptionKeepsTheBlocks(Queues):
     """A request preempted by recompute lets go of its table but not of the blocks in it."""
 
@@ -58,6 +60,7 @@ class PreemptionKeepsTheBlocks(Queues):
     "ACC-1",
     "ACC-4",
     "ACC-6",
+    "ACC-8",
     source="https://github.com/a710128/nanovllm-voxcpm/pull/62",
     deep="a counter that drifts: one block in every two dozen ends",
 )
@@ -82,6 +85,7 @@ class EveryTwentyFourthEndLeaks(Blocks):
     "ACC-6",
     "ACC-7",
     "PRG-1",
+    "ACC-8",
     source="https://github.com/vllm-project/vllm-ascend/pull/15674",
     needs=("pipeline", "stop_token"),
     deep="two sequences must end with steps in flight, and the later one be committed first",
@@ -122,6 +126,7 @@ class SiblingFreesTwice(Blocks):
     "KV-1",
     "PRG-8",
     "ACC-3",
+    "ACC-7",
     needs=("pipeline",),
     source="https://github.com/PaddlePaddle/FastDeploy/pull/3710",
 )
@@ -178,7 +183,7 @@ class NullBlockIsFreed(Blocks):
 # ------------------------------------------------------------------------------------------- reference counts
 
 
-@planted(COUNTS, "ACC-4", "ACC-3", "ACC-1", "KV-1", source=f"{VLLM}1584", needs=("fork",))
+@planted(COUNTS, "ACC-4", "ACC-3", "ACC-1", "KV-1", "PRE-5", source=f"{VLLM}1584", needs=("fork",))
 class ForkCountsOneChild(Blocks):
     """However many children a fork makes, the shared blocks are given one reference more."""
 
@@ -304,7 +309,14 @@ class CopyIsNotPlanned(Blocks):
 
 
 @planted(
-    COPY, "ACC-1", "ACC-4", "ACC-6", source="https://github.com/Avarok-Cybersecurity/atlas/pull/373", needs=("fork",)
+    COPY,
+    "ACC-1",
+    "ACC-4",
+    "ACC-6",
+    "ACC-8",
+    "PRG-8",
+    source="https://github.com/Avarok-Cybersecurity/atlas/pull/373",
+    needs=("fork",),
 )
 class CopyKeepsItsSource(Blocks):
     """A sequence that has copied a shared block still counts as a holder of the block it copied from."""

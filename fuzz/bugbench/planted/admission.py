@@ -69,7 +69,7 @@ class LateRefusalPinsItsHits:
             super()._enter(request, plan, hits)
 
 
-@planted(ROLLBACK, "PRG-1", "PRG-2", "PRG-7", "FAIR-1", "PRE-4", source=f"{VLLM}18631")
+@planted(ROLLBACK, "PRG-1", "PRG-2", "PRG-7", "FAIR-1", "PRE-4", "ACC-10", source=f"{VLLM}18631")
 class PostponedRequestIsLost(Queues):
     """A request is taken off the queue before the token budget is looked at, and not put back when that is short."""
 
@@ -215,7 +215,9 @@ class EveryChunkSamples(Queues):
             plan.sequences[-1] = ran._replace(samples=True)
 
 
-@planted(CHUNKS, "KV-3", source="https://github.com/PaddlePaddle/FastDeploy/pull/3292", needs=("chunked_prefill",))
+@planted(
+    CHUNKS, "KV-3", "ID-1", source="https://github.com/PaddlePaddle/FastDeploy/pull/3292", needs=("chunked_prefill",)
+)
 class ChunkAfterAFullBlockSkipsAToken(Queues):
     """A chunk that begins where a block begins leaves out its first position."""
 
@@ -234,6 +236,9 @@ class ChunkAfterAFullBlockSkipsAToken(Queues):
     "KV-3",
     "KV-1",
     "KV-2",
+    "KV-6",
+    "LIM-3",
+    "ID-1",
     source="https://github.com/LMCache/LMCache/issues/2327",
     needs=("chunked_prefill",),
     deep="a victim must be in the middle of its prompt",

@@ -83,7 +83,7 @@ class SaltIsNotInTheKey(Cache):
         super().publish(("", identity[1]), tokens, table, num_full)
 
 
-@planted(HIT, "PRG-1", "PRG-2", "PRG-7", "PRG-4", source=f"{VLLM}3193", needs=("prefix_caching",))
+@planted(HIT, "PRG-1", "PRG-2", "PRG-7", "PRG-4", "ACC-10", "PRE-4", source=f"{VLLM}3193", needs=("prefix_caching",))
 class FullHitLeavesNothingToCompute:
     """A prompt that is cached as a whole is taken as computed as a whole, and then there is nothing left to run."""
 
@@ -260,6 +260,8 @@ class ResetWhileRequestsAreLive(Core):
     PARTIAL,
     "KV-2",
     "KV-1",
+    "ID-1",
+    "CCH-3",
     needs=("prefix_caching", "chunked_prefill"),
     source="https://github.com/sgl-project/sglang/pull/38355",
 )
@@ -281,6 +283,9 @@ class UncomputedBlocksArePublished(Blocks):
 @planted(
     PARTIAL,
     "KV-2",
+    "KV-1",
+    "ID-1",
+    "CCH-3",
     source=f"{VLLM}45477",
     needs=("prefix_caching",),
     deep="a prompt must go on exactly where an ended request stopped, its last sampled token included",
@@ -304,6 +309,7 @@ class LastTokenIsPublishedUncomputed(Blocks):
     "KV-2",
     "ACC-2",
     "KV-1",
+    "CCH-3",
     source=f"{VLLM}19031",
     needs=("prefix_caching", "sliding_window"),
     deep="window and cache: a prompt must be repeated after its first blocks have left the window",

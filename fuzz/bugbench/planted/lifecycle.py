@@ -59,7 +59,9 @@ class AbortAmidThePromptLeaks(Core):
         super().abort_request(request_id)
 
 
-@planted(ABORT, "PRG-6", "PRG-5", source="https://github.com/PaddlePaddle/FastDeploy/pull/3292", needs=("abort",))
+@planted(
+    ABORT, "PRG-6", "PRG-5", "ACC-10", source="https://github.com/PaddlePaddle/FastDeploy/pull/3292", needs=("abort",)
+)
 class AbortedWhilePreemptedRunsAgain(Core):
     """A request aborted after a preemption stays in the queue and is run again."""
 
@@ -76,6 +78,7 @@ class AbortedWhilePreemptedRunsAgain(Core):
     "PRG-1",
     "PRG-2",
     "FAIR-1",
+    "ACC-10",
     source=f"{VLLM}53130",
     needs=("abort",),
     deep="a counter that drifts: places of the running set are lost one abort at a time",

@@ -35,7 +35,7 @@ class SwapInLeavesNoRoomToGrow(Blocks):
         return careless if self.probe.decide(careless and not fits) else fits
 
 
-@planted(SWAP, "KV-1", source="https://github.com/RBLN-SW/vllm-rbln/pull/1009", needs=("swap",))
+@planted(SWAP, "KV-1", "PRG-8", source="https://github.com/RBLN-SW/vllm-rbln/pull/1009", needs=("swap",))
 class SwapOutLosesThePartialBlock(Blocks):
     """Only full blocks are copied to the host; what the last one held is not there after the return."""
 
@@ -48,7 +48,9 @@ class SwapOutLosesThePartialBlock(Blocks):
         return whole
 
 
-@planted(SWAP, "LIM-1", "PRG-7", source="https://github.com/vllm-project/vllm-ascend/pull/822", needs=("swap",))
+@planted(
+    SWAP, "LIM-1", "PRG-7", "ACC-10", source="https://github.com/vllm-project/vllm-ascend/pull/822", needs=("swap",)
+)
 class SwappedInIsNotCounted(Queues):
     """A request that is swapped in joins the running set without counting against max_num_seqs."""
 
@@ -174,7 +176,7 @@ class LookaheadPassesTheModelLength(Blocks):
             sequence.table += self.pool.allocate(missing)
 
 
-@planted(LOOKAHEAD, "ACC-5", source=f"{VLLM}46066", needs=("lookahead",))
+@planted(LOOKAHEAD, "ACC-5", "LIM-4", source=f"{VLLM}46066", needs=("lookahead",))
 class LookaheadPilesUp(Blocks):
     """Slots ahead are added to those that were added before and are still unused."""
 

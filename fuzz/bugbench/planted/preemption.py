@@ -189,7 +189,7 @@ class Impatient(Queues):
         raise NotImplementedError
 
 
-@planted(ORDER, "ACC-7", "PRG-5", "KV-6", "PRE-1", source=f"{VLLM}26661", needs=("priority",))
+@planted(ORDER, "ACC-7", "PRG-5", "KV-6", "PRE-1", "ACC-9", source=f"{VLLM}26661", needs=("priority",))
 class VictimIsInTheBatch(Impatient):
     """A victim may be in the batch already, as the running set is walked by arrival: it runs on freed blocks."""
 

@@ -42,7 +42,7 @@ class WaitsForAFullBatch(Queues):
         return head in self.waiting and self.blocks.admission(head) is None
 
 
-@planted(HANG, "PRG-1", "PRG-2", "PRG-7", source=f"{VLLM}34445", needs=("chunked_prefill",))
+@planted(HANG, "PRG-1", "PRG-2", "PRG-7", "FAIR-1", source=f"{VLLM}34445", needs=("chunked_prefill",))
 class ChunkIsRoundedDownToBlocks(Queues):
     """A chunk is cut to whole blocks, and a budget smaller than a block is cut to nothing."""
 
@@ -79,7 +79,9 @@ class PrefillsWhatNeverFits:
 
     class Accepting(Core):
         def _check_fit(self, request: Request) -> None:
-            if not self.config.enable_chunked_prefill or request.n > 1:
+            blocks = request.n * self.blocks.blocks_for(request.max_len - 1)
+            chunked = self.config.enable_chunked_prefill and request.n == 1
+            if not chunked or not self.probe.decide(blocks > self.config.usable_blocks - self.config.watermark_blocks):
                 super()._check_fit(request)
 
     class Admitting(Blocks):
@@ -129,6 +131,9 @@ class LastComeFirstServed(Queues):
 @planted(
     STARVATION,
     "FAIR-1",
+    "PRE-4",
+    "PRG-7",
+    "FAIR-2",
     source="https://github.com/ROCm/ATOM/pull/2158",
     deep="a long prompt must be overtaken by shorter ones without end",
 )

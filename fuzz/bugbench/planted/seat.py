@@ -155,7 +155,9 @@ class NullBlockCountsAsFree(Seat):
         return msgspec.structs.replace(usage, free_blocks=(usage.free_blocks or 0) + null)
 
 
-@planted(METRICS, "ACC-10", "ACC-1", needs=("prefix_caching",), source="https://github.com/xLLM-AI/xllm/issues/828")
+@planted(
+    METRICS, "ACC-10", "ACC-1", "ACC-8", needs=("prefix_caching",), source="https://github.com/xLLM-AI/xllm/issues/828"
+)
 class CachedBlocksAreReportedAsUsed(Seat):
     """The figure of free blocks leaves out those that are kept for a prefix hit."""
 
