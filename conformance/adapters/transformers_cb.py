@@ -367,16 +367,21 @@ class TransformersEngine:
     # -- books -------------------------------------------------------------------------------------------
 
     def usage(self) -> Usage:
-        """Free and cached blocks and the lengths of the queues. O(requests)."""
+        """Free and cached blocks and the lengths of the queues. O(requests).
+
+        Sequences wait each for itself, so that no length is of requests when one of several is among them.
+        """
         scheduler = self._scheduler
-        swapped = sum(state.is_cpu_offloaded for state in scheduler.waiting_requests.values())
+        states = scheduler.waiting_requests.values()
+        whole = all(self._widths[self._keys[state.request_id][0]] == 1 for state in states)
+        swapped = sum(state.is_cpu_offloaded for state in states)
         return Usage(
             free_blocks=self._pool.num_free_sectors
             + self._pool.count_free_blocks(self._allocator.index)
             + len(self._allocator.ledger.cached_blocks),
             running=len(scheduler.active_requests),
-            waiting=len(scheduler.waiting_requests) - swapped + self._processor.input_queue.qsize(),
-            swapped=swapped,
+            waiting=len(states) - swapped + self._processor.input_queue.qsize() if whole else None,
+            swapped=swapped if whole else None,
         )
 
     def snapshot(self) -> Snapshot:

@@ -156,6 +156,20 @@ def test_children_are_forked_from_the_prompt_of_their_parent() -> None:
     assert finished.outputs == [[7, 8]] * 3
 
 
+def test_sequences_that_wait_are_not_counted_as_requests() -> None:
+    engine = make(config_of(num_blocks=5))
+    engine.add_request(request(0, 8, 9))
+    engine.add_request(request(1, 8, 9))
+    step(engine)
+    assert engine.usage().waiting == 1
+    engine = make(config_of(num_blocks=5))
+    engine.add_request(request(0, 8, 2, n=3))
+    step(engine)
+    step(engine)
+    assert len(engine.snapshot().waiting) == 2
+    assert engine.usage().waiting is None
+
+
 def test_a_prompt_of_one_token_cannot_be_forked() -> None:
     engine = make(config_of())
     engine.add_request(request(0, 1, 2, n=2))
