@@ -33,6 +33,7 @@ from fuzz.driver import flatten
 from fuzz.findings import keep
 from fuzz.hunt import Hunter
 from fuzz.shrink import EXECUTIONS_MAX, Shrinker
+from kvconform.bench_command import bench_command
 from kvconform.check_command import check_engines
 from kvconform.console import FuzzView, make_console, print_kept, print_violation, wrapped
 from kvconform.diff_command import diff_command
@@ -271,6 +272,7 @@ def shrink(
 
 
 app.command("page")(page_command)
+app.command("bench")(bench_command)
 
 
 @app.command("explain")
