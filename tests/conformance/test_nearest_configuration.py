@@ -72,10 +72,11 @@ def test_a_base_configuration_is_what_the_engine_names_and_its_smoke_test_passes
 
 
 def test_the_driver_and_the_machine_run_on_what_the_engine_names() -> None:
-    driver = Driver(insisting, probe(insisting, ROOMY), seed=1, steps_per_run=5)
+    # Options that do not go together are refused too, for which nothing is named.
+    driver = Driver(insisting, probe(insisting, ROOMY), seed=1, pinned={"engine_options": {}}, steps_per_run=5)
     for index in range(5):
         run = driver.run(index)
-        assert run.swarm.config.num_blocks == 8 * run.swarm.config.max_num_seqs
+        assert (run.refusals, run.swarm.config.num_blocks) == (0, 8 * run.swarm.config.max_num_seqs)
     machine = machine_for("insisting", insisting)()
     machine.build(seed=7)
     assert machine.config is not None

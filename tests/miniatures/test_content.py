@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import msgspec
 
 from conformance.operations import Abort, Add, Drain, ResetPrefixCache, Step
@@ -20,9 +18,9 @@ CACHING = msgspec.structs.replace(TIGHT, enable_prefix_caching=True)
 
 def test_swapped_blocks_that_are_never_brought_back_are_reported() -> None:
     found = caught(broken.ForgetsSwapIn, SWAPPING, Add(7, 9), Add(7, 9), Drain())
-    assert re.fullmatch(r"position 4 of r1 reads block 3, which holds r0's token \d+ of position 12", found.message)
+    assert found.message == "position 4 of r1 reads block 3, which holds r0's token 4 of position 12"
     assert found.expected.endswith("of position 4")
-    assert found.got in found.message
+    assert found.got == "r0's token 4 of position 12"
 
 
 def test_a_prefix_hit_on_a_block_with_other_content_is_reported() -> None:
