@@ -73,7 +73,8 @@ def test_a_base_configuration_is_what_the_engine_names_and_its_smoke_test_passes
 
 def test_the_driver_and_the_machine_run_on_what_the_engine_names() -> None:
     # Options that do not go together are refused too, for which nothing is named.
-    driver = Driver(insisting, probe(insisting, ROOMY), seed=1, pinned={"engine_options": {}}, steps_per_run=5)
+    capabilities = msgspec.structs.replace(probe(insisting, ROOMY), swarm_options={})
+    driver = Driver(insisting, capabilities, seed=1, steps_per_run=5)
     for index in range(5):
         run = driver.run(index)
         assert (run.refusals, run.swarm.config.num_blocks) == (0, 8 * run.swarm.config.max_num_seqs)
