@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from conformance.adapters.reference import ReferenceAdapter, make
-from conformance.operations import Add, Operation, Step
+from conformance.operations import Abort, AbortEnded, Add, Operation, Step
 from conformance.protocol import EngineConfig
 from conformance.token_model import request_from
 from reference_engine import config as core
@@ -17,6 +17,22 @@ def core_config(config: EngineConfig) -> core.EngineConfig:
     adapter = make(config)
     assert isinstance(adapter, ReferenceAdapter)
     return adapter.config
+
+
+def random_traffic(random: Random, prompt_len: range, max_tokens: int) -> list[Operation]:
+    """Arrivals of three families, steps and aborts, with no regard for what an engine can serve."""
+    operations: list[Operation] = []
+    for _ in range(random.randint(5, 20)):
+        draw = random.random()
+        if draw < 0.45:
+            length = random.choice(prompt_len)
+            shared = random.randint(0, length)
+            operations.append(Add(length, random.randint(1, max_tokens), random.randint(0, 2), shared))
+        elif draw < 0.9:
+            operations.append(Step(random.randint(1, 9)))
+        else:
+            operations.append(Abort(random.randint(0, 5)) if draw < 0.97 else AbortEnded(0))
+    return operations
 
 
 def random_operations(random: Random, config: EngineConfig, count: int = 16) -> list[Operation]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from conformance.operations import Abort, AbortEnded, Add, Operation, Step
+from conformance.operations import Add, Operation
 from conformance.protocol import (
     AdapterError,
     ConfigRefused,
@@ -26,6 +26,7 @@ if importlib.util.find_spec("lmdeploy") is None:
     pytest.skip("lmdeploy is not installed", allow_module_level=True)
 
 from conformance.adapters.lmdeploy_pytorch import LmdeployEngine, make
+from workloads import random_traffic
 
 pytestmark = pytest.mark.filterwarnings("default")  # importing torch and transformers warns
 
@@ -273,20 +274,6 @@ def test_what_it_does_not_have_is_refused() -> None:
 # ---------------------------------------------------------------------------------------------- workloads
 
 
-def random_operations(rng: random.Random) -> list[Operation]:
-    operations: list[Operation] = []
-    for _ in range(rng.randint(5, 20)):
-        draw = rng.random()
-        if draw < 0.45:
-            prompt_len = rng.randint(1, 60)
-            operations.append(Add(prompt_len, rng.randint(1, 90), rng.randint(0, 2), rng.randint(0, prompt_len)))
-        elif draw < 0.9:
-            operations.append(Step(rng.randint(1, 9)))
-        else:
-            operations.append(Abort(rng.randint(0, 5)) if draw < 0.97 else AbortEnded(0))
-    return operations
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(
     "fields",
@@ -299,7 +286,7 @@ def test_the_books_add_up_on_random_workloads(depth: int, fields: dict[str, Any]
     preemptions = 0
     for seed in range(10):
         session = Session(make(config), config)
-        found = session.run(random_operations(random.Random(seed)))
+        found = session.run(random_traffic(random.Random(seed), range(1, 61), 90))
         assert [violation for violation in found if violation.requirement in ADAPTER_FAULTS] == [], seed
         preemptions += session.preemptions
     assert preemptions or num_blocks == 40

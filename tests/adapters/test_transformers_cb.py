@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from conformance.operations import Abort, AbortEnded, Add, Operation, Step
 from conformance.protocol import (
     AdapterError,
     ConfigRefused,
@@ -27,6 +26,7 @@ if importlib.util.find_spec("transformers.generation.continuous_batching") is No
     pytest.skip("a transformers with continuous batching is not installed", allow_module_level=True)
 
 from conformance.adapters.transformers_cb import TransformersEngine, make
+from workloads import random_traffic
 
 pytestmark = pytest.mark.filterwarnings("default")  # importing torch and transformers warns
 
@@ -271,20 +271,6 @@ def test_what_it_does_not_have_is_refused() -> None:
 # ---------------------------------------------------------------------------------------------- workloads
 
 
-def random_operations(rng: random.Random) -> list[Operation]:
-    operations: list[Operation] = []
-    for _ in range(rng.randint(5, 20)):
-        draw = rng.random()
-        if draw < 0.45:
-            prompt_len = rng.randint(2, 20)
-            operations.append(Add(prompt_len, rng.randint(1, 20), rng.randint(0, 2), rng.randint(0, prompt_len)))
-        elif draw < 0.9:
-            operations.append(Step(rng.randint(1, 9)))
-        else:
-            operations.append(Abort(rng.randint(0, 5)) if draw < 0.97 else AbortEnded(0))
-    return operations
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -304,7 +290,7 @@ def test_the_books_add_up_on_random_workloads(fields: dict[str, Any], num_blocks
     preemptions = 0
     for seed in range(10):
         session = Session(make(config), config)
-        found = session.run(random_operations(random.Random(seed)))
+        found = session.run(random_traffic(random.Random(seed), range(2, 21), 20))
         assert [violation for violation in found if violation.requirement in faults] == [], seed
         preemptions += session.preemptions
     assert preemptions or num_blocks == 60 or config.sliding_window

@@ -8,24 +8,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from conformance.adapters.reference import ReferenceAdapter, make
 from conformance.operations import Add, Drain, Operation, Step
 from conformance.protocol import (
     AdapterError,
-    Capabilities,
     CommitResult,
     EngineConfig,
     Request,
     Sampled,
     SequenceKey,
-    Snapshot,
     StepPlan,
     Taken,
-    Usage,
 )
 from conformance.session import Session, Violation
 from conformance.smoke import smoke
 from conformance.token_model import STOP_TOKEN
+from passed_on import PassedOn
 
 DEVICE = EngineConfig(
     num_blocks=3, block_size=32, max_num_seqs=3, max_num_batched_tokens=96, max_model_len=32, fixed_batch=True
@@ -43,22 +40,19 @@ Lie = Callable[[int, dict[SequenceKey, int]], None]
 """Changes the tokens that came of a step, given its number."""
 
 
-class OwnModel:
+class OwnModel(PassedOn):
     """The reference engine over `model`; the tokens it takes in a step go through ``lie`` first."""
 
     def __init__(
         self, config: EngineConfig, lie: Lie | None = None, reference: Callable[[list[int]], int] = model
     ) -> None:
-        inner = make(config)
-        assert isinstance(inner, ReferenceAdapter)
-        self.inner = inner
+        super().__init__(config)
         self.lie = lie
         self.reference = reference
         self.asked: list[tuple[int, ...]] = []
         self.tokens: dict[SequenceKey, list[int]] = {}
-        declared = inner.capabilities
-        self.capabilities: Capabilities = msgspec.structs.replace(
-            declared, features=declared.features - {"stop_token", "fork"}, own_model=True
+        self.capabilities = msgspec.structs.replace(
+            self.capabilities, features=self.capabilities.features - {"stop_token", "fork"}, own_model=True
         )
 
     def reference_token(self, tokens: list[int]) -> int:
@@ -68,9 +62,6 @@ class OwnModel:
     def add_request(self, request: Request) -> None:
         self.inner.add_request(request)
         self.tokens[request.request_id, 0] = list(request.prompt)
-
-    def abort_request(self, request_id: str) -> None:
-        self.inner.abort_request(request_id)
 
     def schedule(self) -> StepPlan:
         self.plan = self.inner.schedule()
@@ -86,18 +77,6 @@ class OwnModel:
         result = self.inner.commit(step, {key: Sampled([token]) for key, token in came.items()})
         result.taken = [Taken(request_id=key[0], tokens=[token]) for key, token in came.items()]
         return result
-
-    def reset_prefix_cache(self) -> bool:
-        return self.inner.reset_prefix_cache()
-
-    def usage(self) -> Usage:
-        return self.inner.usage()
-
-    def snapshot(self) -> Snapshot:
-        return self.inner.snapshot()
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 def found(config: EngineConfig, lie: Lie, *operations: Operation) -> Violation:

@@ -7,31 +7,25 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from conformance.adapters.reference import ReferenceAdapter, make
 from conformance.protocol import (
-    Capabilities,
     CommitResult,
     EngineConfig,
     Request,
     Sampled,
     SequenceKey,
-    Snapshot,
     StepPlan,
-    Usage,
 )
+from passed_on import PassedOn
 
 
-class Faulty:
+class Faulty(PassedOn):
     """Passes everything on to a reference engine; a fault overrides one method, or ``inner_config``."""
 
     breaks: ClassVar[str] = ""
 
     def __init__(self, config: EngineConfig) -> None:
+        super().__init__(self.inner_config(config))
         self.config = config
-        inner = make(self.inner_config(config))
-        assert isinstance(inner, ReferenceAdapter)
-        self.inner = inner
-        self.capabilities: Capabilities = self.inner.capabilities
         self.live: list[str] = []
         self.steps = 0
 
@@ -62,18 +56,6 @@ class Faulty:
             if report.request_id in self.live:
                 self.live.remove(report.request_id)
         return result
-
-    def reset_prefix_cache(self) -> bool:
-        return self.inner.reset_prefix_cache()
-
-    def usage(self) -> Usage:
-        return self.inner.usage()
-
-    def snapshot(self) -> Snapshot:
-        return self.inner.snapshot()
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 def changed(config: EngineConfig, **fields: Any) -> EngineConfig:
