@@ -22,7 +22,9 @@ from conformance.protocol import (
 )
 from conformance.session import Session
 
-if importlib.util.find_spec("transformers.generation.continuous_batching") is None:
+if importlib.util.find_spec("transformers") is None or not (
+    importlib.util.find_spec("transformers.generation.continuous_batching")
+):
     pytest.skip("a transformers with continuous batching is not installed", allow_module_level=True)
 
 from conformance.adapters.transformers_cb import TransformersEngine, make
