@@ -6,16 +6,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
-from conformance.reports.embedding import embedded, template, text_of
+from conformance.reports.embedding import page
 from conformance.reports.events import Column, FindingKept, Run, Verdict
 from conformance.reports.formats import MARKS, rows_of, status_in, summary
 from conformance.reports.trace_page import trace_page
 from conformance.requirements import LEVELS, Requirement
 from conformance.results import Status
 from conformance.trace import TraceError, read_trace
-from conformance.version import __version__
 
 LEGEND: tuple[tuple[Status, str], ...] = (
     ("pass", "holds"),
@@ -51,16 +48,14 @@ def write_conformance_page(run: Run, path: Path, title: str = "Conformance of KV
         },
         "cells": {row.id: [_detail(column, row.id, pages) for column in columns] for row in rows},
     }
-    html = template("conformance.html").render(
-        version=__version__,
-        title=title,
+    html = page(
+        "conformance",
+        title,
+        data,
         edition=run.header.edition,
         columns=[_heading(column) for column in columns],
         legend=[(status, MARKS[status], text) for status, text in LEGEND],
         levels=[(level, cells) for level, cells in levels if cells],
-        css=Markup(text_of("conformance.css")),  # noqa: S704 - our own file
-        script=Markup(text_of("conformance.js")),  # noqa: S704 - our own file
-        data=embedded(data),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(html, encoding="utf-8")

@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from markupsafe import Markup
-
 from conformance.explain import setting
-from conformance.reports.embedding import embedded, template, text_of
+from conformance.reports.embedding import page
 from conformance.reports.step_lines import phrases
 from conformance.reports.timeline import Doing, Hold, Timeline, request_of, timeline
 from conformance.requirements import load as load_requirements
 from conformance.trace import Trace
-from conformance.version import __version__
 
 _HOLDS: Final[tuple[Hold, ...]] = ("held", "shared", "left", "null")
 _DOINGS: Final[tuple[Doing, ...]] = ("waiting", "prefill", "recompute", "decode", "idle", "preempted", "swapped")
@@ -42,15 +39,13 @@ def trace_page(trace: Trace, command: str = "") -> str:
         )
     broken = ", ".join(dict.fromkeys(finding.requirement for finding in findings))
     title = f"{broken} on " if broken else ""
-    return template("trace.html").render(
-        version=__version__,
-        title=f"{title}{trace.header.engine} {trace.header.engine_version}".rstrip(),
+    return page(
+        "trace",
+        f"{title}{trace.header.engine} {trace.header.engine_version}".rstrip(),
+        page_data(layout, trace),
         setting=setting(trace),
         violations=violations,
         command=command,
-        css=Markup(text_of("trace.css")),  # noqa: S704 - our own file
-        script=Markup(text_of("trace.js")),  # noqa: S704 - our own file
-        data=embedded(page_data(layout, trace)),
     )
 
 
