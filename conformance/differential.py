@@ -19,6 +19,7 @@ from conformance.protocol import BlockId, Capabilities, ConfigRefused, EngineCon
 from conformance.session import Violation
 from conformance.trace import Finding, Line, SequenceOutcome, StepOutcome, Trace
 from conformance.watchdog import Watchdog
+from conformance.wording import some
 
 Kind: TypeAlias = Literal["end", "refusal", "answer", "run", "tokens", "blocks", "preemption", "moves", "finish"]
 
@@ -230,7 +231,7 @@ def _compare_preemptions(labels: tuple[str, str], steps: tuple[StepOutcome, Step
 
 
 def _why(verdict: PreemptionVerdict) -> str:
-    counted = "" if verdict.counted is None else f", having counted {_some(verdict.counted, 'block')} as needed"
+    counted = "" if verdict.counted is None else f", having counted {some(verdict.counted, 'block')} as needed"
     way = "" if verdict.asked_by in {None, verdict.request_id} else f" to make way for {verdict.asked_by}"
     needless = f"; {verdict.needed} were needed and {verdict.free} free"
     return f" by {verdict.mode}{way}{counted}{needless}"
@@ -241,14 +242,14 @@ def _compare_rows(labels: tuple[str, str], rows: tuple[dict[str, _Ran], dict[str
         for name, ran in mine.items():
             if name not in theirs:
                 begins = "begins" if ran.first_time else "runs"
-                yield Difference("run", f"only {label} {begins} {name}, {ran.span} with {_some(ran.blocks, 'block')}")
+                yield Difference("run", f"only {label} {begins} {name}, {ran.span} with {some(ran.blocks, 'block')}")
     both = [name for name in rows[0] if name in rows[1]]
     for name in both:
         pair = [one[name] for one in rows]
         if pair[0].span != pair[1].span:
             yield Difference("tokens", f"{name} computes {_apart(labels, [ran.span for ran in pair])}")
         elif pair[0].blocks != pair[1].blocks:
-            yield Difference("blocks", f"{name} has {_apart(labels, [_some(ran.blocks, 'block') for ran in pair])}")
+            yield Difference("blocks", f"{name} has {_apart(labels, [some(ran.blocks, 'block') for ran in pair])}")
         elif pair[0].kept != pair[1].kept:
             kept = [f"{ran.kept} of its blocks" for ran in pair]
             yield Difference("blocks", f"{name} keeps {_apart(labels, kept)} from its last step")
@@ -256,7 +257,7 @@ def _compare_rows(labels: tuple[str, str], rows: tuple[dict[str, _Ran], dict[str
         for mate in both[at + 1 :]:
             shared = [len(_ids(one[name]) & _ids(one[mate])) for one in rows]
             if shared[0] != shared[1]:
-                counts = [_some(count, "block") for count in shared]
+                counts = [some(count, "block") for count in shared]
                 yield Difference("blocks", f"{name} and {mate} share {_apart(labels, counts)}")
 
 
@@ -288,10 +289,6 @@ def _apart(labels: tuple[str, str], words: Sequence[str]) -> str:
     return f"{words[0]} on {labels[0]}, {words[1]} on {labels[1]}"
 
 
-def _some(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 # ------------------------------------------------------------------------------------------------- explanation
 
 
@@ -307,7 +304,7 @@ def explain_divergence(one: Side, other: Side, divergence: Divergence | None) ->
     if fields:
         paragraphs.append(f"configured apart: {'; '.join(fields)}")
     if divergence is None:
-        paragraphs.append(f"the same in all of {_some(one.steps, 'step')}, up to the names of blocks")
+        paragraphs.append(f"the same in all of {some(one.steps, 'step')}, up to the names of blocks")
     else:
         paragraphs.extend(_parting(one, other, divergence))
     paragraphs.extend(_whole(side) for side in sides)
@@ -317,7 +314,7 @@ def explain_divergence(one: Side, other: Side, divergence: Divergence | None) ->
 def _parting(one: Side, other: Side, divergence: Divergence) -> Iterator[str]:
     lines = one.lines if divergence.operation < len(one.lines) else other.lines
     operation = lines[divergence.operation].operation
-    alike = f"{_some(divergence.steps_alike, 'step')} the same" if divergence.steps_alike else "nothing the same"
+    alike = f"{some(divergence.steps_alike, 'step')} the same" if divergence.steps_alike else "nothing the same"
     stepping = isinstance(operation, Step | Drain) or divergence.steps == (None, None)
     where = "in" if stepping else "as what is left is served, after"
     yield f"{alike}; they part {where} operation {divergence.operation + 1}, {describe(operation)}:"
@@ -329,7 +326,7 @@ def _parting(one: Side, other: Side, divergence: Divergence) -> Iterator[str]:
 
 def _told(step: StepOutcome) -> str:
     rows = [
-        f"{row.name} from {row.first} ({_some(row.tokens, 'token')}, {_some(sum(map(len, row.tables)), 'block')})"
+        f"{row.name} from {row.first} ({some(row.tokens, 'token')}, {some(sum(map(len, row.tables)), 'block')})"
         for row in step.ran
     ]
     parts = [f"runs {', '.join(rows)}" if rows else "runs nothing"]
@@ -339,13 +336,13 @@ def _told(step: StepOutcome) -> str:
         parts.append(f"moves {', '.join(f'{kind} {src} to {dst}' for kind, src, dst in step.moves)}")
     if step.finished:
         parts.append(f"finishes {', '.join(step.finished)}")
-    return f"{'; '.join(parts)}; {_some(step.free, 'block')} free before it"
+    return f"{'; '.join(parts)}; {some(step.free, 'block')} free before it"
 
 
 def _whole(side: Side) -> str:
-    figures = [_some(side.steps, "step")]
+    figures = [some(side.steps, "step")]
     if side.preemptions is not None and side.prefills is not None:
-        figures += [_some(side.preemptions, "preemption"), _some(side.prefills, "prefill")]
+        figures += [some(side.preemptions, "preemption"), some(side.prefills, "prefill")]
     broken = [f"{finding.requirement} broken in step {finding.step}: {finding.message}" for finding in side.findings]
     return f"{side.label} in all: {', '.join(figures)}" + "".join(f"; {one}" for one in broken)
 

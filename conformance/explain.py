@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from conformance.need import PreemptionVerdict
 from conformance.protocol import BlockId, EngineConfig
 from conformance.trace import DeviceOutcome, StepOutcome, Trace
+from conformance.wording import some
 
 DEVICE_CALLS_SHOWN = 12
 """The last ones: a finding is over soon after its cause."""
@@ -39,8 +40,8 @@ def explain(trace: Trace) -> list[str]:
         wasted = sum(verdict.tokens_recomputed for step in steps for verdict in step.preempted)
         needless = sum(verdict.needless for step in steps for verdict in step.preempted)
         paragraphs.append(
-            f"In all: {_some(sum(count.values()), 'preemption')} in {len(steps)} steps, {needless} of them "
-            f"needless, {_some(wasted, 'position')} thrown away to be computed again."
+            f"In all: {some(sum(count.values()), 'preemption')} in {len(steps)} steps, {needless} of them "
+            f"needless, {some(wasted, 'position')} thrown away to be computed again."
         )
     paragraphs.append(_block_ids(steps, config))
     paragraphs.extend(_device_calls(steps))
@@ -71,14 +72,14 @@ def _preemption(step: StepOutcome, verdict: PreemptionVerdict, number: int, conf
         parts.append(f"It made way for {what}.")
     if verdict.counted is not None:
         seen = verdict.free if verdict.engine_free is None else verdict.engine_free
-        parts.append(f"The engine counted {_some(verdict.counted, 'block')} as needed and saw {seen} free.")
-    parts.append(f"Really needed by the whole running set: {_some(verdict.needed, 'block')}; free: {verdict.free}.")
+        parts.append(f"The engine counted {some(verdict.counted, 'block')} as needed and saw {seen} free.")
+    parts.append(f"Really needed by the whole running set: {some(verdict.needed, 'block')}; free: {verdict.free}.")
     cost = (
-        f"{_some(verdict.tokens_recomputed, 'position')} must be computed again"
+        f"{some(verdict.tokens_recomputed, 'position')} must be computed again"
         if verdict.mode != "swap"
         else "its KV is swapped out"
     )
-    parts.append(f"It frees {_some(verdict.released, 'block')} and {cost}.")
+    parts.append(f"It frees {some(verdict.released, 'block')} and {cost}.")
     parts.append(_avoidance(verdict, config))
     return " ".join(parts)
 
@@ -89,13 +90,13 @@ def _avoidance(verdict: PreemptionVerdict, config: EngineConfig) -> str:
         advice = "Needless: counting only the blocks that must be new avoids it"
         if verdict.counted is not None and verdict.engine_free is not None:
             short = max(1, verdict.counted - verdict.engine_free)
-            advice += f"; so does a pool of {_some(short, 'block')} more, which nobody would ever fill"
+            advice += f"; so does a pool of {some(short, 'block')} more, which nobody would ever fill"
         return advice + "."
     short = verdict.needed - verdict.free
-    advice = f"Needed: the pool was {_some(short, 'block')} short"
+    advice = f"Needed: the pool was {some(short, 'block')} short"
     if verdict.full_need > verdict.usable:
         advice += (
-            f"; {_some(verdict.full_need - verdict.usable, 'more block')} hold every running request to its end, "
+            f"; {some(verdict.full_need - verdict.usable, 'more block')} hold every running request to its end, "
             f"or fewer than max_num_seqs = {config.max_num_seqs} at once"
         )
     return advice + "."
@@ -129,7 +130,7 @@ def _device_calls(steps: list[StepOutcome]) -> Iterator[str]:
     if calls:
         decodes = sum(call.route == "decode" for _, call in calls)
         prefills = sum(len(call.rows) for _, call in calls if call.route == "prefill")
-        yield f"The device ran {_some(decodes, 'decode')} and prefilled {_some(prefills, 'prompt')}; its last calls:"
+        yield f"The device ran {some(decodes, 'decode')} and prefilled {some(prefills, 'prompt')}; its last calls:"
     for step, call in calls[-DEVICE_CALLS_SHOWN:]:
         yield f"Step {step}, {_device_call(call)}"
 
@@ -141,9 +142,5 @@ def _device_call(call: DeviceOutcome) -> str:
     if call.returned:
         text += f" What came back was given to {', '.join(call.returned)}."
     if call.compiled:
-        text += f" {_some(call.compiled, 'graph')} had to be compiled."
+        text += f" {some(call.compiled, 'graph')} had to be compiled."
     return text
-
-
-def _some(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

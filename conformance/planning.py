@@ -21,6 +21,7 @@ from conformance.oracles.base import Oracle, Report
 from conformance.protocol import Capabilities, ConfigRefused, EngineConfig, EngineFactory
 from conformance.session import CORRUPTING
 from conformance.watchdog import Watchdog
+from conformance.wording import some
 
 OUTPUTS_MAX = 32
 """Tokens each request produces, at most: they are the last ones before max_model_len."""
@@ -201,7 +202,7 @@ class _Search:
         config, capabilities = self.config, self.capabilities
         assert capabilities is not None
         yield (
-            f"{exact} = {_some(config.max_num_seqs, 'sequence')} x {_some(self.per_sequence, 'block')} "
+            f"{exact} = {some(config.max_num_seqs, 'sequence')} x {some(self.per_sequence, 'block')} "
             f"(max_model_len {config.max_model_len} / block_size {config.block_size}, rounded up)"
         )
         if needed is None:
@@ -230,13 +231,9 @@ class _Search:
             counted = "" if verdict.counted is None else f", because the append check counts {verdict.counted}"
             kind = "without need" if verdict.needless else "for want of room"
             return (
-                f"{_some(point.preemptions, 'preemption')}, the first {kind}: the running set needs "
-                f"{_some(verdict.needed, 'block')} and has {verdict.free} free{counted}"
+                f"{some(point.preemptions, 'preemption')}, the first {kind}: the running set needs "
+                f"{some(verdict.needed, 'block')} and has {verdict.free} free{counted}"
             )
         if point.concurrency < point.requests:
             return f"only {point.concurrency} of {point.requests} run at once: admission keeps blocks back (watermark)"
         return f"{point.finished} of {point.requests} finish"
-
-
-def _some(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -29,6 +29,7 @@ from conformance.settings import PRESETS, parse_settings
 from conformance.trace import TraceError, read_trace, write_trace
 from conformance.version import __version__
 from conformance.watchdog import Watchdog
+from conformance.wording import some
 from fuzz.driver import flatten
 from fuzz.findings import keep
 from fuzz.hunt import Hunter
@@ -313,8 +314,8 @@ def record(
     write_trace(out, trace_of(source.name, config, execution))
     wrapped(
         console,
-        f"{len(operations) - 1} requests, {execution.steps} steps, {execution.preemptions} preemptions, "
-        f"{execution.prefills} prefills; trace in {out}",
+        f"{some(len(operations) - 1, 'request')}, {some(execution.steps, 'step')}, "
+        f"{some(execution.preemptions, 'preemption')}, {some(execution.prefills, 'prefill')}; trace in {out}",
     )
     for violation in execution.violations:
         print_violation(console, violation)

@@ -13,6 +13,7 @@ from conformance.protocol import Capabilities, EngineConfig, EngineFactory, Feat
 from conformance.session import CORRUPTING, Session, Violation
 from conformance.trace import Recorder, Trace
 from conformance.watchdog import Watchdog
+from conformance.wording import some
 
 Script: TypeAlias = Callable[[Session], Iterator[Operation]]
 """A workload that looks at the session to decide what comes next; what it does is recorded as a plain list."""
@@ -109,15 +110,15 @@ class Run:
     def sentence(self) -> str:
         """``4 requests: 59 steps, 29 preemptions, 33 prefills``."""
         return (
-            f"{_count(len(self.ledger.requests), 'request')}: {_count(self.steps, 'step')}, "
-            f"{_count(self.preemptions, 'preemption')}, {_count(self.prefills, 'prefill')}"
+            f"{some(len(self.ledger.requests), 'request')}: {some(self.steps, 'step')}, "
+            f"{some(self.preemptions, 'preemption')}, {some(self.prefills, 'prefill')}"
         )
 
     def tally(self) -> str:
         """``4 requests at batch size 4 with 4 blocks: 59 steps, 29 preemptions, 33 prefills``."""
         requests, _, figures = self.sentence().partition(":")
         config = self.config
-        return f"{requests} at batch size {config.max_num_seqs} with {_count(config.num_blocks, 'block')}:{figures}"
+        return f"{requests} at batch size {config.max_num_seqs} with {some(config.num_blocks, 'block')}:{figures}"
 
     def trace(self, engine: str, note: str, violations: Sequence[Violation]) -> Trace:
         """The run as a trace whose footer says that ``violations`` were found."""
@@ -216,7 +217,3 @@ def features_of(operation: Operation) -> set[Feature]:
 
 def _deaf(*_: object, **__: object) -> None:
     """Where the reports of a listener that makes none go."""
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
