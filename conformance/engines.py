@@ -48,6 +48,9 @@ BUILT_IN: Final[dict[str, BuiltIn]] = {
     "smol-vllm": BuiltIn(
         "conformance.adapters.smol_vllm:make", "smol-vllm, a tiny engine with real faults", ("smol-vllm",)
     ),
+    "nano-vllm": BuiltIn(
+        "conformance.adapters.nano_vllm:make", "nano-vllm, or its fork on PyPI", ("nano-vllm", "nano-vllm-fork")
+    ),
     "lmdeploy": BuiltIn("conformance.adapters.lmdeploy_pytorch:make", "lmdeploy's PyTorch engine", ("lmdeploy",)),
     "transformers": BuiltIn(
         "conformance.adapters.transformers_cb:make", "transformers' continuous batching", ("transformers",)

@@ -348,19 +348,13 @@ class Session:
             else:
                 facts.preempted.append((request, preemption))
         self._check_device_calls(plan)
-        groups = max(1, len(self.config.kv_cache_groups))
         seen: set[SequenceKey] = set()
         for sequence in plan.sequences:
             request = ledger.live.get(sequence.request_id)
             if request is None:
                 return self._wrong_plan(sequence.request_id, "runs", plan)
-            if (
-                sequence.num_tokens < (0 if self.capabilities.sequences_apart else 1)
-                or sequence.first < 0
-                or not 0 <= sequence.seq < request.spec.n
-                or len(sequence.block_tables) != groups
-            ):
-                raise AdapterError(f"step {plan.step}: malformed {sequence!r}")
+            if not self._is_whole(sequence, request, plan):
+                return False
             key = (sequence.request_id, sequence.seq)
             if self.capabilities.sequences_apart and not request.forked and (sequence.seq or sequence.samples):
                 ledger.fork_ahead(request)
@@ -382,6 +376,25 @@ class Session:
             if sequence.optimistic:
                 sequence.first -= sum(record.rejected.values())
             facts.rows.append(self._row(record, sequence))
+        return True
+
+    def _is_whole(self, sequence: SequencePlan, request: RequestRecord, plan: StepPlan) -> bool:
+        """False when it takes a token without running a position. Raises `AdapterError` for what no engine can say."""
+        if sequence.num_tokens == 0 and sequence.samples:
+            self._report(
+                "PRG-5",
+                f"step {plan.step} takes a token for {sequence.request_id} and runs none of its positions",
+                expected="a position to compute the token from; a hit on a whole prompt leaves none",
+                got=f"{sequence.first} positions from the cache and 0 to run",
+            )
+            return False
+        if (
+            sequence.num_tokens < (0 if self.capabilities.sequences_apart else 1)
+            or sequence.first < 0
+            or not 0 <= sequence.seq < request.spec.n
+            or len(sequence.block_tables) != max(1, len(self.config.kv_cache_groups))
+        ):
+            raise AdapterError(f"step {plan.step}: malformed {sequence!r}")
         return True
 
     @staticmethod

@@ -68,10 +68,6 @@ class _Silent(io.TextIOBase):
 _SILENT = _Silent()
 _LOOK_SECONDS = 0.2
 """How often a wait for the engine is interrupted, to let an exception raised in the waiting thread arrive."""
-_LOOK_SECONDS = 0.2
-"""How often a wait for the engine is interrupted, to let an exception raised in the waiting thread arrive."""
-_LOOK_SECONDS = 0.2
-"""How often a wait for the engine is interrupted, to let an exception raised in the waiting thread arrive."""
 
 
 class _Turn:

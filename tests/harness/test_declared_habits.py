@@ -134,6 +134,11 @@ def test_a_row_of_no_token_belongs_to_sequences_apart_alone() -> None:
         broken(Scripted(*steps), 2, add)
 
 
+def test_a_token_that_no_position_was_run_for_is_a_finding() -> None:
+    steps = plans([row(0, 4, 0, [0, 1])])
+    assert broken(Scripted(*steps), 1, Add(prompt_len=4, max_tokens=4)) == {"PRG-5"}
+
+
 @pytest.mark.parametrize(("lookahead", "need"), [(0, 0), (1, 1), (2, 1), (3, 2)])
 def test_tokens_set_aside_ahead_are_real_need(lookahead: int, need: int) -> None:
     ledger = Ledger(CONFIG, Capabilities(engine="none", version="0", features=FEATURES, lookahead_tokens=lookahead))
