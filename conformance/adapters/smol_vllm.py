@@ -24,15 +24,13 @@ What an oracle has to know about this engine:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import importlib.metadata
 import io
 from collections.abc import Callable, Mapping
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Any, SupportsIndex
 
+from conformance.adapters._handover import Handover, Turn
 from conformance.protocol import (
     AdapterError,
     BlockId,
@@ -66,25 +64,17 @@ class _Silent(io.TextIOBase):
 
 
 _SILENT = _Silent()
-_LOOK_SECONDS = 0.2
-"""How often a wait for the engine is interrupted, to let an exception raised in the waiting thread arrive."""
 
 
-class _Turn:
-    """What the engine's thread hands over: the model calls of a step, or its end."""
+class _Calls:
+    """What a step gives its model."""
 
-    __slots__ = ("decode", "decode_tables", "error", "outputs", "prefill")
+    __slots__ = ("decode", "decode_tables", "prefill")
 
     def __init__(self) -> None:
         self.prefill: _Groups = []
         self.decode: _Groups = []
         self.decode_tables: _Tables = []
-        self.outputs: list[Any] | None = None
-        self.error: Exception | None = None
-
-
-class _Closed(BaseException):
-    """Unwinds a step that is waiting for tokens when the engine is closed; not for the engine to catch."""
 
 
 class _PrefillTokens(list[int]):
@@ -106,96 +96,35 @@ class _PrefillTokens(list[int]):
 class _SeatedModel:
     """The model the engine calls. ``exchange`` gives a step's calls to the harness and waits for tokens."""
 
-    def __init__(self, exchange: Callable[[_Turn], list[int]]) -> None:
+    def __init__(self, exchange: Callable[[_Calls], list[int]]) -> None:
         self._exchange = exchange
-        self._turn: _Turn | None = None
+        self._calls: _Calls | None = None
         self._prefill_tokens: _PrefillTokens | None = None
 
     def prefill(self, groups: _Groups) -> list[int]:
-        self._turn = _Turn()
-        self._turn.prefill = list(groups)
+        self._calls = _Calls()
+        self._calls.prefill = list(groups)
         self._prefill_tokens = _PrefillTokens(self._settle)
         return self._prefill_tokens
 
     def decode(self, groups: _Groups, block_tables: _Tables) -> list[int]:
-        turn = self._turn or _Turn()
-        turn.decode = list(groups)
-        turn.decode_tables = [list(table) for table in block_tables]
-        self._turn = turn
+        calls = self._calls or _Calls()
+        calls.decode = list(groups)
+        calls.decode_tables = [list(table) for table in block_tables]
+        self._calls = calls
         return self._settle()
 
     def _settle(self) -> list[int]:
         """Hand the collected calls over once; returns the tokens of ``decode``."""
-        turn, self._turn = self._turn, None
-        if turn is None:
+        calls, self._calls = self._calls, None
+        if calls is None:
             return []
-        tokens = self._exchange(turn)
-        split = len(turn.prefill)
+        tokens = self._exchange(calls)
+        split = len(calls.prefill)
         if self._prefill_tokens is not None:
             self._prefill_tokens.extend(tokens[:split])
             self._prefill_tokens = None
         return tokens[split:]
-
-
-class _Stage:
-    """The thread in which the engine's steps run, and the strict hand-over between it and the harness."""
-
-    def __init__(self, step: Callable[[], list[Any]]) -> None:
-        self._step = step
-        self._to_engine: SimpleQueue[list[int] | None] = SimpleQueue()
-        self._to_harness: SimpleQueue[_Turn] = SimpleQueue()
-        self._lost = False
-        """The engine did not come back to the harness: its thread may still run."""
-        self._thread = Thread(target=self._run, name="smol-vllm step", daemon=True)
-        self._thread.start()
-
-    def resume(self, tokens: list[int]) -> _Turn:
-        """Let the engine run (a new step, or on with ``tokens``) until it needs the harness again."""
-        if self._lost or not self._thread.is_alive():
-            raise AdapterError("the engine is closed, or did not return from an earlier call")
-        with contextlib.redirect_stdout(_SILENT):
-            self._lost = True
-            self._to_engine.put(tokens)
-            turn = self._wait()
-            self._lost = False
-        if turn.error is not None:
-            raise turn.error
-        return turn
-
-    def _wait(self) -> _Turn:
-        while True:
-            try:
-                return self._to_harness.get(timeout=_LOOK_SECONDS)
-            except Empty:
-                continue
-
-    def exchange(self, turn: _Turn) -> list[int]:
-        """Called in the engine's thread: give ``turn`` to the harness, return the tokens it answers with."""
-        self._to_harness.put(turn)
-        tokens = self._to_engine.get()
-        if tokens is None:
-            raise _Closed
-        return tokens
-
-    def close(self) -> None:
-        """End the thread. One that hangs in the engine is told to unwind and not waited for."""
-        self._to_engine.put(None)
-        if self._lost and self._thread.ident is not None:
-            thread_id = ctypes.c_ulong(self._thread.ident)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(_Closed))
-        else:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while self._to_engine.get() is not None:
-            end = _Turn()
-            try:
-                end.outputs = self._step()
-            except _Closed:
-                return
-            except Exception as error:  # noqa: BLE001 - it is raised again in the harness's thread
-                end.error = error
-            self._to_harness.put(end)
 
 
 class SmolVllmEngine:
@@ -209,8 +138,8 @@ class SmolVllmEngine:
             max_batch_size=config.max_num_seqs,
             enable_metrics=False,
         )
-        self._stage = _Stage(self._engine.step)
-        self._engine.model = _SeatedModel(self._stage.exchange)
+        self._steps: Handover[list[int]] = Handover(self._engine.step, "smol-vllm step")
+        self._engine.model = _SeatedModel(self._steps.exchange)
         self._victims: list[Preemption] = []
         self._watch_preemptions()
         self._ids: list[RequestId] = []
@@ -268,18 +197,22 @@ class SmolVllmEngine:
         """Start a step and let it run until the engine has called its model, or to its end if it does not."""
         if self._awaiting is not None:
             raise AdapterError("schedule() before the last step was committed: this engine is synchronous")
-        turn = self._stage.resume([])
-        self._ended = turn.outputs or []
+        turn = self._resume([])
+        calls, self._ended = (_Calls(), turn.value) if turn.over else (turn.value, [])
         plan = StepPlan(step=self._step, preempted=self._victims)
         self._victims = []
         tables = self._engine.block_manager.get_block_table
-        plan.sequences += [self._plan(group, tables(group.group_id), first=0) for group in turn.prefill]
+        plan.sequences += [self._plan(group, tables(group.group_id), first=0) for group in calls.prefill]
         plan.sequences += [
             self._plan(group, table, first=group.sequences[0].num_tokens - 1)
-            for group, table in zip(turn.decode, turn.decode_tables, strict=True)
+            for group, table in zip(calls.decode, calls.decode_tables, strict=True)
         ]
         self._awaiting = [(sequence.request_id, 0) for sequence in plan.sequences]
         return plan
+
+    def _resume(self, tokens: list[int]) -> Turn:
+        with contextlib.redirect_stdout(_SILENT):
+            return self._steps.resume(tokens)
 
     def _plan(self, group: Any, table: list[BlockId], first: int) -> SequencePlan:
         seq = group.sequences[0]
@@ -299,10 +232,10 @@ class SmolVllmEngine:
         self._step += 1
         outputs = self._ended
         if awaiting:
-            turn = self._stage.resume([sampled[key].tokens[0] for key in awaiting])
-            if turn.outputs is None:
+            turn = self._resume([sampled[key].tokens[0] for key in awaiting])
+            if not turn.over:
                 raise AdapterError("the engine called its model twice in one step")
-            outputs = turn.outputs
+            outputs = turn.value
         return CommitResult(
             [
                 Finished(request_id=self._ids[output.group_id], outputs=[list(output.output_tokens)])
@@ -339,7 +272,7 @@ class SmolVllmEngine:
 
     def close(self) -> None:
         """End the engine's thread, in the middle of a step if need be."""
-        self._stage.close()
+        self._steps.close()
 
 
 def make(config: EngineConfig) -> SmolVllmEngine:

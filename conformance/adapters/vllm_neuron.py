@@ -24,6 +24,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from conformance.adapters._greedy import Greedy, greedy
 from conformance.adapters._vllm_neuron_config import (
     NeuronRelease,
     Options,
@@ -39,7 +40,6 @@ from conformance.adapters._vllm_neuron_device import (
     one_thread,
     tiny_llama,
 )
-from conformance.adapters._vllm_neuron_truth import Greedy, greedy
 from conformance.adapters._vllm_v0_books import PreemptionLog, books_of, snapshot_of, usage_of
 from conformance.adapters._vllm_v0_release import Release, installed_release
 from conformance.protocol import (

@@ -129,7 +129,7 @@ def test_close_ends_the_thread(scheduled: bool) -> None:  # noqa: FBT001 - a par
     engine.close()
     assert threading.active_count() == before
     with pytest.raises(AdapterError, match="closed"):
-        engine._stage.resume([])
+        engine._steps.resume([])
 
 
 def test_an_engine_that_does_not_come_back_is_unwound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,12 +142,12 @@ def test_an_engine_that_does_not_come_back_is_unwound(monkeypatch: pytest.Monkey
             pass
 
     monkeypatch.setattr(engine._engine.scheduler, "schedule", spin)
-    monkeypatch.setattr(engine._stage, "_wait", lambda: spinning.wait() and (_ for _ in ()).throw(TimeoutError))
+    monkeypatch.setattr(engine._steps, "_wait", lambda: spinning.wait() and (_ for _ in ()).throw(TimeoutError))
     with pytest.raises(TimeoutError):
         engine.schedule()
     engine.close()
-    engine._stage._thread.join(timeout=30)
-    assert not engine._stage._thread.is_alive()
+    engine._steps._thread.join(timeout=30)
+    assert not engine._steps._thread.is_alive()
 
 
 def test_what_it_does_not_have_is_refused(engine: SmolVllmEngine) -> None:

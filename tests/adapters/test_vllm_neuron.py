@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from conformance.adapters._greedy import greedy
 from conformance.adapters._vllm_neuron_device import tiny_llama
-from conformance.adapters._vllm_neuron_truth import greedy
 from conformance.adapters.vllm_neuron import VllmNeuronEngine, make
 from conformance.execute import Execution, execute
 from conformance.operations import Abort, AbortEnded, Add, Drain, Operation, Step

@@ -22,8 +22,8 @@ class Greedy:
     def __init__(self, folder: Path) -> None:
         self._torch = importlib.import_module("torch")
         self._transformers = importlib.import_module("transformers")
-        model = self._transformers.AutoModelForCausalLM.from_pretrained(folder, torch_dtype=self._torch.float32)
-        self._model = model.eval()
+        model = self._transformers.AutoModelForCausalLM.from_pretrained(folder)
+        self._model = model.float().eval()
         self._tokens: dict[tuple[int, ...], int] = {}
         self._branches: dict[tuple[int, ...], Any] = {}
         """KV caches by the tokens they hold; one is used up by whoever goes on from it."""
