@@ -55,6 +55,8 @@ BUILT_IN: Final[dict[str, BuiltIn]] = {
         "conformance.adapters.nano_vllm:make", "nano-vllm, or its fork on PyPI", ("nano-vllm", "nano-vllm-fork")
     ),
     "lmdeploy": BuiltIn("conformance.adapters.lmdeploy_pytorch:make", "lmdeploy's PyTorch engine", ("lmdeploy",)),
+    "mini-sglang": BuiltIn("conformance.adapters.mini_sglang:make", "mini-sglang, from its repository", ("minisgl",)),
+    "sglang": BuiltIn("conformance.adapters.sglang_scheduler:make", "sglang's scheduler and radix cache", ("sglang",)),
     "transformers": BuiltIn(
         "conformance.adapters.transformers_cb:make", "transformers' continuous batching", ("transformers",)
     ),
@@ -114,11 +116,12 @@ class EngineSource:
         except ModuleNotFoundError as error:
             if error.name is not None and (module_name + ".").startswith(error.name + "."):
                 raise EngineNotFound(
-                    f"engine {self.name!r}: there is no module {error.name!r}; the current directory is "
-                    "searched too, or set PYTHONPATH"
+                    f"engine {self.name!r}: there is no module {error.name!r}; expected one that can be imported: "
+                    "the current directory is searched too, or set PYTHONPATH"
                 ) from None
             raise EngineNotFound(
-                f"engine {self.name!r}: {module_name} needs {error.name!r}, which is not installed"
+                f"engine {self.name!r}: {module_name} needs {error.name!r}, which is not installed; expected it "
+                "beside kvconform: install it, or name the interpreter that has it, NAME@PYTHON"
             ) from error
         found: object = module
         for part in attribute.split("."):
@@ -126,7 +129,8 @@ class EngineSource:
         if not callable(found):
             public = ", ".join(name for name in vars(module) if not name.startswith("_"))
             raise EngineNotFound(
-                f"engine {self.name!r}: {module_name} has no factory {attribute!r}; it has {public or 'nothing public'}"
+                f"engine {self.name!r}: {module_name} has no factory {attribute!r}; expected a function of an "
+                f"EngineConfig, got {public or 'nothing public'}"
             )
         return found
 
@@ -166,7 +170,7 @@ def load(name: str, *, validate_wire: bool = False) -> EngineSource:
     for source in installed():
         if source.name == name:
             if source.reason:
-                raise EngineNotFound(f"engine {name!r} is {source.reason}")
+                raise EngineNotFound(f"engine {name!r}: expected it to be installed here, and it is {source.reason}")
             return source
     try:
         if name.startswith(EXEC):

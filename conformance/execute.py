@@ -81,7 +81,10 @@ def open_session(
     if undeclared:
         engine.close()
         names = ", ".join(sorted(undeclared))
-        raise ConfigRefused(f"{engine.capabilities.engine} does not declare {names}, which the configuration needs")
+        raise ConfigRefused(
+            f"{engine.capabilities.engine} does not declare {names}, which the configuration needs; "
+            "expected a configuration without, got one with it"
+        )
     return Session(engine, config, judge=judge, stop_at_first=stop_at_first, watchdog=watchdog, recorder=recorder)
 
 

@@ -5,7 +5,8 @@ One file per engine, ``expectations/ENGINE.toml``, with entries::
     [[known]]
     requirement = "PRE-1"
     cases = ["full-batch/*"]           # optional: patterns of scenario/case; without it, every case; "fuzz"
-                                       # for what only the fuzzer reaches
+                                       # for what only the fuzzer reaches, "corpus" for traces with options that
+                                       # it does not draw
     versions = ">=0.5,<0.9"            # optional: a specifier of versions; without it, every version
     variant = "*(block manager v1)"    # optional: a pattern of what the engine calls itself
     reason = "one sentence"
@@ -40,6 +41,8 @@ else:
 
 FUZZ = "fuzz"
 """Stands in ``cases`` for runs of the fuzzer, which are random and therefore never make an entry stale."""
+CORPUS = "corpus"
+"""Stands in ``cases`` for traces of the corpus alone: the fuzzer goes on judging the requirement."""
 
 
 class ExpectationsError(ValueError):
@@ -108,7 +111,7 @@ def read(path: Path) -> Expectations:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ExpectationsError(f"{path}: cannot be read: {error}") from None
+        raise ExpectationsError(f"{path}: cannot be read: {error}; expected a TOML file of [[known]] tables") from None
     return parse(text, source=str(path))
 
 
@@ -117,20 +120,20 @@ def parse(text: str, *, source: str) -> Expectations:
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ExpectationsError(f"{source}: not valid TOML: {error}") from None
+        raise ExpectationsError(f"{source}: not valid TOML: {error}; expected [[known]] tables") from None
     unknown = sorted(document.keys() - {"known"})
     if unknown:
-        raise ExpectationsError(f"{source}: unknown key {unknown[0]!r}; expected [[known]] tables")
+        raise ExpectationsError(f"{source}: unknown key; expected [[known]] tables, got {unknown[0]!r}")
     rows: Any = document.get("known", [])
     if not isinstance(rows, list):
-        raise ExpectationsError(f"{source}: known must be an array of tables: [[known]]")
+        raise ExpectationsError(f"{source}: known: expected an array of tables, [[known]], got {type(rows).__name__}")
     entries = []
     for number, row in enumerate(rows, 1):
         try:
             entry = msgspec.convert(row, Expectation)
         except msgspec.ValidationError as error:
             known = ", ".join(Expectation.__struct_fields__)
-            raise ExpectationsError(f"{source}: entry {number}: {error}; known fields: {known}") from None
+            raise ExpectationsError(f"{source}: entry {number}: {error}; expected fields {known}") from None
         problems = _problems(entry)
         if problems:
             raise ExpectationsError(f"{source}: entry {number} ({entry.requirement}): {problems[0]}")
@@ -141,17 +144,17 @@ def parse(text: str, *, source: str) -> Expectations:
 def _problems(entry: Expectation) -> Sequence[str]:
     problems = []
     if entry.requirement not in load_requirements():
-        problems.append("no such requirement in the contract")
-    names = [*case_names(), FUZZ]
+        problems.append("expected a requirement of the contract, which has no such one")
+    names = [*case_names(), FUZZ, CORPUS]
     problems += [
-        f"cases: {pattern!r} names no case"
+        f"cases: expected patterns of scenario/case, got {pattern!r}, which names no case"
         for pattern in entry.cases
         if not any(fnmatchcase(name, pattern) for name in names)
     ]
     if not entry.reason.strip() or not entry.link.strip():
-        problems.append("reason and link must not be empty")
+        problems.append("expected a reason and a link, got an empty one")
     try:
         SpecifierSet(entry.versions)
     except InvalidSpecifier:
-        problems.append(f"versions: {entry.versions!r} is not a version specifier such as '>=0.6,<0.7'")
+        problems.append(f"versions: expected a version specifier such as '>=0.6,<0.7', got {entry.versions!r}")
     return problems

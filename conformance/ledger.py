@@ -31,9 +31,12 @@ class RequestState(Enum):
     RUNNING = "running"
     PREEMPTED = "preempted"
     SWAPPED = "swapped"
+    LOADING = "loading"
+    """Waits for KV from elsewhere, or has it and waits for its turn: it holds blocks and does not run."""
     FINISHED = "finished"
     ABORTED = "aborted"
     REFUSED = "refused"
+    FAILED = "failed"
 
 
 class SequenceRecord:
@@ -51,6 +54,7 @@ class SequenceRecord:
         "readers",
         "rejected",
         "request",
+        "rewound",
         "set_aside_step",
         "settled",
         "tables",
@@ -78,6 +82,8 @@ class SequenceRecord:
         """The step before which it was last preempted without the request's other sequences."""
         self.settled = False
         """Its end was committed: from then on it holds nothing and is not counted."""
+        self.rewound = False
+        """Its last step was for nothing: the engine may start over from where it likes."""
         self.len_min = len(tokens)
         """Tokens the engine has certainly taken; less than len(tokens) only for steps in flight at a preemption."""
 
@@ -110,10 +116,13 @@ class RequestRecord:
     """One request: what was asked, where it is, and how often it was started and preempted."""
 
     __slots__ = (
+        "aborted_steps",
         "admitted_step",
         "arrived_step",
         "first_token_step",
         "full_len",
+        "load_failed",
+        "loads",
         "preempted_step",
         "preemptions",
         "prefills",
@@ -136,10 +145,21 @@ class RequestRecord:
         self.first_token_step: int | None = None
         self.preemptions = 0
         self.prefills = 0
+        self.loads = 0
+        """Loads of its KV that were begun: it may be passed over for one, and enter the running set out of turn."""
+        self.aborted_steps = 0
+        """Steps in which it may still be planned, once it is aborted."""
+        self.load_failed = False
+        """It needs KV that did not come, and has not been run anew yet."""
 
     @property
     def live(self) -> bool:
         return self.state not in _ENDED
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the engine may not have taken a token of it yet."""
+        return self.sequences[0].len_min <= len(self.spec.prompt) + 1
 
     @property
     def forked(self) -> bool:
@@ -154,13 +174,13 @@ class RequestRecord:
         return (self.spec.priority if policy == "priority" else 0, self.spec.arrival)
 
 
-_ENDED = (RequestState.FINISHED, RequestState.ABORTED, RequestState.REFUSED)
+_ENDED = (RequestState.FINISHED, RequestState.ABORTED, RequestState.REFUSED, RequestState.FAILED)
 
 
 class Row:
     """One `SequencePlan` next to what the ledger knew before it."""
 
-    __slots__ = ("added", "admitted", "end", "plan", "previous", "record", "resumed", "tables")
+    __slots__ = ("added", "admitted", "end", "plan", "previous", "record", "resumed", "spoilt", "tables")
 
     def __init__(self, record: SequenceRecord, plan: SequencePlan, *, admitted: bool, resumed: bool) -> None:
         self.record = record
@@ -171,6 +191,8 @@ class Row:
         """The request runs for the first time."""
         self.resumed = resumed
         """The request comes back from a preemption."""
+        self.spoilt = False
+        """It reads blocks whose load failed, of which the engine has not been told: nothing it computes counts."""
         self.end = plan.first + plan.num_tokens
         self.added: list[BlockId] = []
         """Blocks of the new tables that the previous ones did not have at the same place, null block aside."""
@@ -180,6 +202,7 @@ class StepFacts:
     """Everything an oracle may want to know of one step. ``free_before`` is the harness's own count."""
 
     __slots__ = (
+        "aborted",
         "free_before",
         "in_flight",
         "plan",
@@ -195,6 +218,8 @@ class StepFacts:
     ) -> None:
         self.plan = plan
         self.rows: list[Row] = []
+        self.aborted: list[tuple[SequenceRecord, SequencePlan]] = []
+        """What is run once more for requests that were aborted while they ran, as the engine declares."""
         self.preempted: list[tuple[RequestRecord, Preemption]] = []
         self.running_before = running_before
         self.free_before = free_before
@@ -215,6 +240,7 @@ class Ledger:
         "distinct_held",
         "ended",
         "group_sizes",
+        "group_states",
         "group_windows",
         "holders",
         "live",
@@ -236,6 +262,8 @@ class Ledger:
         self.group_sizes = tuple(group.block_size for group in groups) or (config.block_size,)
         """Tokens of a block in each KV-cache group."""
         self.group_windows = tuple(group.sliding_window for group in groups) or (config.sliding_window,)
+        self.group_states = tuple(group.state for group in groups) or (False,)
+        """Whether each holds recurrent state."""
         self.tree = PrefixTree(model)
         self.requests: dict[RequestId, RequestRecord] = {}
         self.live: dict[RequestId, RequestRecord] = {}
@@ -453,10 +481,8 @@ class Ledger:
         behind a sliding window a sequence may give blocks back.
         """
         length = self._capped(request.full_len - 1)
-        blocks = sum(
-            -(-min(length, window or length) // size)
-            for size, window in zip(self.group_sizes, self.group_windows, strict=True)
-        )
+        groups = zip(self.group_sizes, self.group_windows, self.group_states, strict=True)
+        blocks = sum(-(-min(length, 1 if state else window or length) // size) for size, window, state in groups)
         if self.capabilities.sequences_apart:
             return blocks > self.usable_blocks
         shared = min(blocks, len(request.spec.prompt) // self.block_size)

@@ -51,6 +51,8 @@ def real_need(ledger: Ledger, requests: list[RequestRecord]) -> int:
             for group, size in enumerate(ledger.group_sizes):
                 table = record.tables[group] if record.tables else []
                 total += max(0, -(-length // size) - len(table))
+                if ledger.group_states[group] and ledger.capabilities.copies_cached_states:
+                    total += 1
                 index = record.computed // size
                 if index < len(table) and ledger.holders.get(table[index], 0) > 1:
                     writers[table[index]] += 1
@@ -86,7 +88,7 @@ def judge_preemptions(ledger: Ledger, facts: StepFacts) -> list[PreemptionVerdic
     """Judge each preemption of a step in the order chosen, on the state before it. O(running sequences) each."""
     remaining = list(facts.running_before)
     free = facts.free_before
-    gone: Counter[BlockId] = Counter()
+    gone = _slid_off(ledger, facts)
     full_need = sum(ledger.full_blocks(request) for request in remaining)
     verdicts = []
     for request, preemption in facts.preempted:
@@ -115,6 +117,16 @@ def judge_preemptions(ledger: Ledger, facts: StepFacts) -> list[PreemptionVerdic
         if request in remaining:
             remaining.remove(request)
     return verdicts
+
+
+def _slid_off(ledger: Ledger, facts: StepFacts) -> Counter[BlockId]:
+    """Holders that a block loses in the step because windows move on: whoever else has it may be the last."""
+    gone: Counter[BlockId] = Counter()
+    if any(ledger.group_windows):
+        for row in facts.rows:
+            for before, now in zip(row.record.tables, row.plan.block_tables, strict=False):
+                gone.update(Counter(block for block in before if block != ledger.null_before) - Counter(now))
+    return gone
 
 
 def _gives_way(ledger: Ledger, victim: RequestRecord) -> bool:

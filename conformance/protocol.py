@@ -36,6 +36,7 @@ Feature: TypeAlias = Literal[
     "fork",
     "identity",
     "kv_cache_groups",
+    "kv_connector",
     "length_limit",
     "lookahead",
     "pipeline",
@@ -46,17 +47,19 @@ Feature: TypeAlias = Literal[
     "sliding_window",
     "snapshot",
     "speculation",
+    "state_groups",
     "stop_token",
     "swap",
     "token_budget",
     "usage",
     "watermark",
 ]
-"""What an engine may declare. ``device``: it hands cache lines to a device of fixed batch and fixed shapes, always
-or when ``EngineConfig.fixed_batch`` asks for it. ``fork``: n > 1 sequences per request. ``identity``: cache salt,
+"""What an engine may declare. ``device``: it hands cache lines to a device of fixed batch and fixed shapes, always or
+when ``EngineConfig.fixed_batch`` asks for it. ``fork``: n > 1 sequences per request. ``identity``: cache salt,
 adapter or multimodal content of a request keeps its KV apart. ``kv_cache_groups``: it can be given several.
-``length_limit`` / ``token_budget``: the engine obeys max_model_len / max_num_batched_tokens. ``snapshot`` /
-``usage``: the engine can show its books."""
+``state_groups``: some may be of layers with a recurrent state. ``kv_connector``: KV of a prompt may be loaded from
+elsewhere in place of being computed (`KVLoad`). ``length_limit`` / ``token_budget``: the engine obeys max_model_len
+/ max_num_batched_tokens. ``snapshot`` / ``usage``: the engine can show its books."""
 
 
 class EngineFault(Exception):  # noqa: N818 - named for whose it is
@@ -89,11 +92,17 @@ class AdapterError(Exception):
 
 
 class KVCacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One group of layers that share a block table (hybrid models have several)."""
+    """One group of layers that share a block table (hybrid models have several).
+
+    ``state``: the layers keep a recurrent state in place of KV. A block holds one state, that after the last position
+    run of those that lie in it. A step reads the state after position ``first - 1``, as it was before the step, and
+    leaves the one after its own last position; nothing is in the blocks between.
+    """
 
     name: str
     block_size: int
     sliding_window: int | None = None
+    state: bool = False
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -149,6 +158,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             needed.add("encoder_cache")
         if self.kv_cache_groups:
             needed.add("kv_cache_groups")
+        if any(group.state for group in self.kv_cache_groups):
+            needed.add("state_groups")
         return needed
 
 
@@ -179,6 +190,8 @@ class Capabilities(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """States in which a request may go on holding blocks."""
     deferred_free_steps: int = 0
     """Commits for which blocks of a finished, aborted or preempted request may stay held."""
+    aborted_steps: int = 0
+    """Steps in which a running request may still be planned after its abort; what they compute is nobody's."""
     steps_in_order: bool = False
     """Steps in flight run one after the other on the device: a block may be handed on before they are committed."""
     preallocated_blocks: int = 0
@@ -204,10 +217,18 @@ class Capabilities(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """A table's full block may be replaced by another one with the same content (no copy is named)."""
     chunks_whole_blocks: bool = False
     """With chunked prefill and prefix caching together, a chunk is a whole number of blocks."""
+    copies_cached_states: bool = False
+    """Before a request runs past a state of its own that is cached inside a block, the state gets a block to itself."""
     refuses_outgrowing: bool = False
     """Refuses a request whose prompt fits but whose prompt plus max_tokens cannot ever fit the pool."""
+    queue_max: int | None = None
+    """Requests the engine takes at a time, running ones included: further ones are refused, to be asked again later."""
+    queue_tokens_max: int | None = None
+    """Prompt tokens of requests without a first token from which on further requests are refused, too."""
     preempts_for_priority: bool = False
     """Preempts a running request so that a waiting one of higher priority may run."""
+    load_failures: Literal["recompute", "fail"] = "recompute"
+    """What becomes of a request that needs KV whose load failed: computed again from there, or ended with an error."""
     reset_with_live: Literal["refused", "unused_only", "preempts"] = "refused"
     """What reset_prefix_cache does while requests are live: nothing, drop unused blocks, or preempt."""
     device: DeviceShape | None = None
@@ -285,6 +306,24 @@ class BlockMove(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dst: BlockId
 
 
+class KVLoad(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """KV of positions ``[first, first + num_tokens)`` of a request that comes from outside the device.
+
+    What comes is the KV of the request's own prefix; the null block takes none. ``late``: it arrives in the background,
+    in a later step at the earliest, and the request holds the blocks meanwhile and does not run; with no token, its
+    source has yet to say what it has. Else it is there before the step that names it runs.
+    ``failed_from``: from this position on, a multiple of the block size, nothing came. The engine hears of that at the
+    commit of the step in which the load was to be there.
+    """
+
+    request_id: RequestId
+    first: int
+    num_tokens: int
+    block_tables: list[list[BlockId]]
+    late: bool = False
+    failed_from: int | None = None
+
+
 class Preemption(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """A request taken off the running set in this step, in the order the engine chose its victims.
 
@@ -335,6 +374,14 @@ class StepPlan(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, k
     moves: list[BlockMove] = []
     preempted: list[Preemption] = []
     rejected: list[Rejection] = []
+    loads: list[KVLoad] = []
+    """Begun in this step."""
+    loaded: list[KVLoad] = []
+    """Late loads that arrive while this step runs, at its end for all that anybody knows."""
+    unloaded: list[RequestId] = []
+    """Requests that gave back the blocks set aside for a late load of which nothing came."""
+    paused: bool = False
+    """The engine was told to hold back, by whoever operates it: it owes nobody a turn in this step."""
     encoder_run: list[tuple[RequestId, int]] = []
     """(request, index into its encoder_items) computed into the encoder cache in this step."""
     encoder_freed: list[str] = []

@@ -18,6 +18,13 @@ def execute_step(ledger: Ledger, facts: StepFacts, step: int) -> dict[SequenceKe
         record, plan = row.record, row.plan
         drafts = plan.draft_tokens
         length = len(record.tokens)
+        if row.spoilt:
+            record.computed = min(record.computed, plan.first)
+            record.rewound = True
+            if plan.samples:
+                sampled[record.key] = Sampled([ledger.tree.next_token(record.nodes[-1], record.seq) ^ 1])
+            continue
+        record.rewound = False
         record.computed = min(row.end - len(drafts), length)
         if record.computed < length:
             ledger.saw("prefill in chunks")
@@ -32,7 +39,9 @@ def execute_step(ledger: Ledger, facts: StepFacts, step: int) -> dict[SequenceKe
             else:
                 sample = sampled[record.key] = _sample(ledger, record, drafts, step)
                 if drafts:
-                    record.rejected[facts.plan.step] = len(drafts) + 1 - len(sample.tokens)
+                    rejected = record.rejected[facts.plan.step] = len(drafts) + 1 - len(sample.tokens)
+                    if rejected:
+                        ledger.saw("draft rejected")
         record.high_water = max(record.high_water, record.computed)
     return sampled
 
@@ -53,6 +62,8 @@ def _sample(ledger: Ledger, record: SequenceRecord, drafts: list[int], step: int
         record.nodes.append(tree.extend(record.nodes[-1], token))
         ended = stops or len(record.tokens) >= request.full_len
         if ended and record.final_len is None:
+            if stops:
+                ledger.saw("stopped by its token")
             record.final_len = len(record.tokens)
             record.done_at_step = step
         # The model knows of no end: it samples on as far as drafts agree, and the engine is to cut that off.

@@ -17,6 +17,8 @@ import msgspec
 
 from conformance.calls import NONSENSE, EngineCalls
 from conformance.ledger import Ledger, RequestRecord, RequestState, Row, SequenceRecord, StepFacts
+from conformance.loading import Loads
+from conformance.notable import note_step
 from conformance.operations import Abort, AbortEnded, Add, Drain, Operation, ResetPrefixCache, Step
 from conformance.oracles import ORACLES, Oracle
 from conformance.oracles.accounting import AccountingOracle
@@ -110,6 +112,7 @@ class Session:
             oracle(self.ledger, self._report) for oracle in ORACLES if oracle.concerns(config, self.capabilities)
         ]
         self._hear()
+        self._loads = Loads(self.ledger)
         self.violations: list[Violation] = []
         self.over = False
         self.audit_every_steps = AUDIT_EVERY_STEPS
@@ -241,6 +244,8 @@ class Session:
         self._calls.make("abort_request", self.engine.abort_request, rid, requirement="PRG-6")
         if request is not None:
             self.ledger.saw(f"aborted while {request.state.value}")
+            if request.state is RequestState.RUNNING:
+                request.aborted_steps = self.capabilities.aborted_steps
             self.ledger.end(request, RequestState.ABORTED)
             for oracle in self.oracles:
                 oracle.on_end(request)
@@ -258,6 +263,7 @@ class Session:
             self._note({"reset": done})
             if done and self.capabilities.reset_with_live == "preempts":
                 for request in list(self.ledger.running.values()):
+                    self.ledger.saw("preempted by a reset")
                     self._preempt(request, "recompute", self.steps)
         self._refresh_usage()
         if done and not self.ledger.live:
@@ -292,15 +298,7 @@ class Session:
 
     def _schedule(self) -> bool:
         ledger = self.ledger
-        facts_usage = self._usage
-        free = ledger.free_blocks
-        may_hold_more = (
-            self.capabilities.keeps_blocks
-            or self.capabilities.deferred_free_steps
-            or (any(self.ledger.group_windows) and self._depth > 1)  # what is in flight may still read them
-        )
-        if may_hold_more and facts_usage.free_blocks is not None:
-            free = min(free, facts_usage.free_blocks)
+        facts_usage, free = self._usage, self._free_before()
         plan = self._calls.make("schedule", self.engine.schedule, expects=StepPlan)
         if plan is None:
             return False
@@ -315,12 +313,16 @@ class Session:
         if self._recorder is not None:
             self._recorder.plan(ledger, facts)
         self._apply_queue_changes(facts)
+        self._loads.begin(facts)
         for row in facts.rows:
             self._enter_running(row)
+        self._loads.mark(facts)
+        note_step(ledger, facts)
         ledger.null_before = ledger.capabilities.null_block
         for on_step in self._on_step:
             on_step(facts)
         sampled = execute_step(ledger, facts, self.steps)
+        self._loads.arrive(facts)
         self._refresh_usage()
         facts.usage_after = self._usage
         if not self.over:
@@ -329,10 +331,23 @@ class Session:
             if self._accounting.unsettled:
                 self._accounting.settle(self._snapshot(), self._usage)
         self.steps += 1
-        if plan.sequences or self._depth == 1:
+        if plan.sequences or plan.loaded or self._depth == 1:
             self._in_flight.append((plan, sampled))
             return True
         return False
+
+    def _free_before(self) -> int:
+        """Blocks that are free before a step: those nobody holds, less what the engine still keeps as it declares."""
+        free, figure = self.ledger.free_blocks, self._usage.free_blocks
+        may_hold_more = (
+            self.capabilities.keeps_blocks
+            or self.capabilities.deferred_free_steps
+            or (any(self.ledger.group_windows) and self._depth > 1)  # what is in flight may still read them
+        )
+        if not may_hold_more or figure is None or figure >= free:
+            return free
+        self.ledger.saw("blocks held after their use")
+        return figure
 
     def _match_plan(self, facts: StepFacts) -> bool:
         """Find the record of everything the plan names. False when the plan names what it may not."""
@@ -349,7 +364,7 @@ class Session:
                 facts.preempted.append((request, preemption))
         self._check_device_calls(plan)
         seen: set[SequenceKey] = set()
-        for sequence in plan.sequences:
+        for sequence in self._without_aborted(facts):
             request = ledger.live.get(sequence.request_id)
             if request is None:
                 return self._wrong_plan(sequence.request_id, "runs", plan)
@@ -396,6 +411,20 @@ class Session:
         ):
             raise AdapterError(f"step {plan.step}: malformed {sequence!r}")
         return True
+
+    def _without_aborted(self, facts: StepFacts) -> list[SequencePlan]:
+        """The plan's sequences without those of aborted requests that may still be planned, which are set aside."""
+        if not self.capabilities.aborted_steps:
+            return facts.plan.sequences
+        others = []
+        for sequence in facts.plan.sequences:
+            request = self.ledger.requests.get(sequence.request_id)
+            if request is None or request.state is not RequestState.ABORTED or not request.aborted_steps:
+                others.append(sequence)
+                continue
+            request.aborted_steps -= 1
+            facts.aborted.append((request.sequences[sequence.seq], sequence))
+        return others
 
     @staticmethod
     def _settle_drafts(record: SequenceRecord, sequence: SequencePlan) -> None:
@@ -487,6 +516,8 @@ class Session:
             saw("preempted again")
         if request.spec.n > 1:
             saw("preempted with several sequences")
+        if any(other.state is RequestState.LOADING for other in self.ledger.live.values()):
+            saw("preempted while somebody loads")
         for record in request.sequences:
             # What is in flight reaches the engine only after it has let go of the request.
             record.len_min = min(record.len_min, len(record.tokens))
@@ -505,8 +536,12 @@ class Session:
             request.prefills += 1
             if row.plan.first:
                 ledger.saw("prefix hit after preemption" if row.resumed else "prefix hit")
+                if request.spec.cache_salt or request.spec.adapter:
+                    ledger.saw("prefix hit under an identity")
         if request.preemptions or record.set_aside_step is not None:
             self._forget_tokens_in_flight(row)
+            if all(record.key not in sampled for _, sampled in self._in_flight):  # the plan tells what the engine has
+                record.len_min = max(record.len_min, min(row.end - len(row.plan.draft_tokens), len(record.tokens)))
         row.added = ledger.set_tables(record, row.tables)
 
     def _forget_tokens_in_flight(self, row: Row) -> None:
@@ -526,9 +561,11 @@ class Session:
     def _settle_commit(self, plan: StepPlan, sampled: Mapping[SequenceKey, Sampled], result: CommitResult) -> None:
         ledger = self.ledger
         ended: list[RequestRecord] = []
+        spoilt = self._loads.commit(plan.step)
+        self._end_failed(result)
         for key in sampled:
             request = ledger.requests[key[0]]
-            if not request.live:
+            if not request.live or key in spoilt:
                 continue
             record = request.sequences[key[1]]
             record.rejected.pop(plan.step, None)
@@ -552,6 +589,18 @@ class Session:
             ledger.end(request, RequestState.FINISHED)
             for oracle in self.oracles:
                 oracle.on_end(request)
+
+    def _end_failed(self, result: CommitResult) -> None:
+        """Requests that the engine ends, as it declares, because KV they need did not come."""
+        if self.capabilities.load_failures != "fail":
+            return
+        for report in result.finished:
+            request = self.ledger.live.get(report.request_id)
+            if request is not None and request.load_failed:
+                self.ledger.saw("ended by a failed load")
+                self.ledger.end(request, RequestState.FAILED)
+                for oracle in self.oracles:
+                    oracle.on_end(request)
 
     def _tell_of_commit(
         self, step: int, sampled: Mapping[SequenceKey, Sampled], result: CommitResult, ended: list[RequestRecord]

@@ -48,7 +48,7 @@ def parse_settings(preset: str | None, assignments: Sequence[str]) -> tuple[Engi
     options: dict[str, OptionValue] = {}
     if preset is not None:
         if preset not in PRESETS:
-            raise ConfigRefused(f"no preset {preset!r}; there is {', '.join(sorted(PRESETS))}")
+            raise ConfigRefused(f"no preset {preset!r}; expected one of {', '.join(sorted(PRESETS))}")
         fields.update(PRESETS[preset].fields)
     for assignment in assignments:
         name, equals, text = (part.strip() for part in assignment.partition("="))
@@ -71,7 +71,8 @@ def _field_value(name: str, text: str) -> Any:
     if name not in kinds or name in _NOT_IN_WORDS:
         known = ", ".join(sorted(kinds.keys() - _NOT_IN_WORDS))
         raise ConfigRefused(
-            f"{name}={text}: no such field; known are {known}, and {OPTION_PREFIX}NAME for an engine's own options"
+            f"{name}={text}: no such field; expected one of {known}, "
+            f"and {OPTION_PREFIX}NAME for an engine's own options"
         )
     word: Any = None if text.lower() in {"none", "null"} else text
     try:

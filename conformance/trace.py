@@ -225,7 +225,7 @@ def read_trace(path: Path) -> Trace:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise TraceError(f"{path}: cannot be read: {error.strerror or error}; expected a trace") from None
     rows = raw.splitlines()
     if not rows:
         raise TraceError(f"{path}: empty; expected a header line, got nothing")
@@ -236,20 +236,24 @@ def read_trace(path: Path) -> Trace:
             records.append(_decoder.decode(row))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise TraceError(
-                f"{path}:{number}: not a trace line: {error}; the file is damaged or cut off here"
+                f"{path}:{number}: not a trace line: {error}; expected one line of JSON each; "
+                "the file is damaged or cut off here"
             ) from None
     header, footer, lines = records[0], records[-1], records[1:-1]
     if not isinstance(header, Header):
         raise TraceError(f"{path}:1: expected a header, got {type(header).__name__.lower()}")
     if not isinstance(footer, Footer):
         raise TraceError(
-            f"{path}:{len(rows)}: the trace has no footer: it was cut off while it was written; run it again"
+            f"{path}:{len(rows)}: the trace has no footer: it was cut off while it was written; expected a footer, got "
+            f"{type(footer).__name__.lower()}; run it again"
         )
     for number, line in enumerate(lines, 2):
         if not isinstance(line, Line):
             raise TraceError(f"{path}:{number}: expected an operation, got {type(line).__name__.lower()}")
     if not lines:
-        raise TraceError(f"{path}: the trace has no operation: there is nothing to run")
+        raise TraceError(
+            f"{path}: the trace has no operation: there is nothing to run; expected at least one, got none"
+        )
     return Trace(header=header, lines=[line for line in lines if isinstance(line, Line)], footer=footer)
 
 
@@ -260,6 +264,8 @@ def _check_format(path: Path, row: bytes) -> None:
         raise TraceError(f"{path}:1: not JSON: {error}; expected a kvconform trace") from None
     found = first.get("format", FORMAT) if isinstance(first, dict) else None
     if not isinstance(first, dict) or first.get("kind") != "header":
-        raise TraceError(f"{path}:1: expected a kvconform trace header")
+        raise TraceError(f"{path}:1: expected a kvconform trace header, got {str(first)[:60]}")
     if found != FORMAT:
-        raise TraceError(f"{path}:1: trace format {found}; this kvconform reads format {FORMAT}")
+        raise TraceError(
+            f"{path}:1: trace format {found}; this kvconform reads format {FORMAT}; expected {FORMAT}, got {found}"
+        )

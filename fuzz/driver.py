@@ -18,7 +18,8 @@ from conformance.protocol import AdapterError, Capabilities, ConfigRefused, Engi
 from conformance.session import Session, Violation
 from conformance.watchdog import Watchdog
 from fuzz.shrink import EXECUTIONS_MAX, Shrinker, Shrunk, normalised
-from fuzz.swarm import OperationSource, Swarm, draw_config, draw_swarm
+from fuzz.source import OperationSource
+from fuzz.swarm import Swarm, draw_config, draw_swarm
 
 STEPS_PER_RUN = 160
 IDLE_STEPS_MAX = 2
@@ -92,11 +93,14 @@ class Driver:
             refusals=refusals,
         )
 
-    def shrink(self, discovery: Discovery, executions_max: int = EXECUTIONS_MAX) -> Shrunk:
+    def shrink(
+        self, discovery: Discovery, executions_max: int = EXECUTIONS_MAX, failures_max: int | None = None
+    ) -> Shrunk:
         """The discovery's run, shrunk; pinned fields are left alone."""
         shrinker = Shrinker(
             self._factory,
             executions_max=executions_max,
+            failures_max=failures_max,
             watchdog=self._watchdog,
             pinned=frozenset(self._pinned),
         )

@@ -17,8 +17,8 @@ from fuzz.driver import Campaign, Discovery, Driver, Run, campaign
 from fuzz.findings import Kept, file_name, keep
 from fuzz.shrink import EXECUTIONS_MAX, Shrunk
 
-HUNG_EXECUTIONS_MAX = 20
-"""Executions to spend on shrinking a hang, each of which costs the whole bound on a call, and on the end of a Python
+HUNG_FAILURES_MAX = 20
+"""Failures to spend on shrinking a hang, each of which costs the whole bound on a call, and on the end of a Python
 process elsewhere, each of which costs the import of a framework."""
 
 
@@ -97,7 +97,7 @@ class Hunter:
         message = discovery.violation.message
         slow = any(word in message for word in ("EngineHung", "MemoryExhausted"))
         slow = slow or ("@" in self._name and "ends the engine's process" in message)
-        shrunk = self._driver.shrink(discovery, HUNG_EXECUTIONS_MAX if slow else self._shrink_executions_max)
+        shrunk = self._driver.shrink(discovery, self._shrink_executions_max, HUNG_FAILURES_MAX if slow else None)
         self.executions += shrunk.executions
         self._keep(discovery, shrunk)
         self.unshrunk.unlink()

@@ -9,21 +9,24 @@ What counts as "the same" is the fingerprint: the requirement and its message wi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from conformance.execute import Execution, execute
-from conformance.operations import Abort, AbortEnded, Add, Drain, Operation, Step
+from conformance.operations import Add, Operation, Step
 from conformance.protocol import EngineConfig, EngineFactory
 from conformance.session import Violation
 from conformance.watchdog import Watchdog
+from fuzz.plainer import SWITCHES, config_weight, instead_of, plainer, scaled_add, smaller, weight
 
 EXECUTIONS_MAX = 2000
 REPLAYS = 3
 PAIRS_MAX = 12
-"""Traces up to this many operations are also tried without any two of them."""
+"""Traces up to this many operations are also tried without any two of them, and with two of them in one."""
+FOLDED_MIN = 4
+"""Operations below which a trace reads better with short requests than with few."""
 
 _NUMBERS = re.compile(r"\br?\d+(/\d+)?\b|-\d+")
 _LISTS = re.compile(r"\[[^\]]*\]|(?:#, )+#")
@@ -47,18 +50,24 @@ class Shrunk(msgspec.Struct, kw_only=True):
 
 
 class Shrinker:
-    """Shrinks one failing trace against one engine. Deterministic; bounded in executions, not in time."""
+    """Shrinks one failing trace against one engine. Deterministic; bounded in executions, not in time.
+
+    ``failures_max``: of those, how many may fail as the trace does, where that is what takes time, as a hang does.
+    """
 
     def __init__(
         self,
         factory: EngineFactory,
         *,
         executions_max: int = EXECUTIONS_MAX,
+        failures_max: int | None = None,
         watchdog: Watchdog | None = None,
         pinned: frozenset[str] = frozenset(),
     ) -> None:
         self._factory = factory
-        self._executions_max = executions_max
+        self._executions_max = executions_max - 1
+        """Of the search; one is kept for what is left at its end."""
+        self._failures_left = executions_max if failures_max is None else failures_max
         self._watchdog = watchdog
         self._pinned = pinned
         self.executions = 0
@@ -75,14 +84,16 @@ class Shrinker:
         self._config, self._operations, self._violation = config, list(operations), violation
         before = len(operations)
         self._try(config, list(operations[: violation.operation + 1]))
-        while self.executions < self._executions_max:
+        while not self._spent:
             size = self._size()
             self._delete_operations()
+            self._fold_operations()
             self._simplify_operations()
             self._simplify_config()
             self._simplify_together()
             if self._size() == size:
                 break
+        self._merge_steps()
         stable = sum(self._fails(self._config, self._operations) is not None for _ in range(REPLAYS))
         assert self._violation is not None
         return Shrunk(
@@ -107,17 +118,22 @@ class Shrinker:
 
     def _try(self, config: EngineConfig, operations: list[Operation]) -> bool:
         """Keep the candidate if it fails in the same way."""
-        if self.executions >= self._executions_max:
+        if self._spent:
             return False
         violation = self._fails(config, operations)
         if violation is None:
             return False
+        self._failures_left -= 1
         self._config, self._operations, self._violation = config, operations, violation
         return True
 
+    @property
+    def _spent(self) -> bool:
+        return self.executions >= self._executions_max or not self._failures_left
+
     def _size(self) -> tuple[int, int, int]:
-        weights = [_weight(operation) for operation in self._operations]
-        return len(self._operations), sum(weights), _config_weight(self._config)
+        weights = [weight(operation) for operation in self._operations]
+        return len(self._operations), sum(weights), config_weight(self._config)
 
     # -- passes ------------------------------------------------------------------------------------------
 
@@ -143,6 +159,54 @@ class Shrinker:
             else:
                 first += 1
 
+    def _merge_steps(self) -> None:
+        """All neighbouring steps at once, where the search has ended before it came to them."""
+        merged: list[Operation] = []
+        for operation in self._operations:
+            if merged and isinstance(operation, Step) and isinstance(merged[-1], Step):
+                merged[-1] = Step(count=merged[-1].count + operation.count)
+            else:
+                merged.append(operation)
+        if len(merged) < len(self._operations):
+            self._executions_max, self._failures_left = self.executions + 1, 1
+            self._try(self._config, merged)
+
+    def _fold_operations(self) -> None:
+        """Let one request do what took two operations, again and again."""
+        progress = True
+        while progress and FOLDED_MIN <= len(self._operations) <= PAIRS_MAX:
+            progress = any(self._try(config, operations) for config, operations in self._folded())
+
+    def _folded(self) -> Iterator[tuple[EngineConfig, list[Operation]]]:
+        """Without one request: its seat gone too, a step in its place, another with its tokens; or without an abort."""
+        operations = self._operations
+        adds = [(at, one) for at, one in enumerate(operations) if isinstance(one, Add)]
+        fewer = self._config.max_num_seqs - 1
+        if fewer and "max_num_seqs" not in self._pinned:
+            for gone, _ in adds:
+                yield (
+                    msgspec.structs.replace(self._config, max_num_seqs=fewer),
+                    operations[:gone] + operations[gone + 1 :],
+                )
+        for gone, _ in adds:  # all it does may be to let a step pass
+            yield self._config, [*operations[:gone], Step(), *operations[gone + 1 :]]
+        for gone, operation in enumerate(operations):
+            for at, add in adds:
+                if at == gone:
+                    continue
+                for longer in instead_of(operation, add, self._config.pipeline_depth):
+                    rest = [*operations[:at], longer, *operations[at + 1 :]]
+                    yield self._with_room_for(longer), rest[:gone] + rest[gone + 1 :]
+
+    def _with_room_for(self, add: Add) -> EngineConfig:
+        """The configuration with limits that ``add`` alone would not exceed."""
+        config, length = self._config, add.prompt_len + add.max_tokens
+        least = {"max_model_len": length, "num_blocks": -(-(length - 1) // config.block_size)}
+        if not config.enable_chunked_prefill:
+            least["max_num_batched_tokens"] = length
+        raised = {name: max(getattr(config, name), low) for name, low in least.items() if name not in self._pinned}
+        return msgspec.structs.replace(config, **raised)
+
     def _simplify_operations(self) -> None:
         """Merge neighbouring steps, then make every argument of every operation as plain as it can be."""
         at = 0
@@ -157,19 +221,19 @@ class Shrinker:
             progress = True
             while progress:
                 progress = any(
-                    self._try(self._config, [*self._operations[:at], plainer, *self._operations[at + 1 :]])
-                    for plainer in _plainer(self._operations[at])
+                    self._try(self._config, [*self._operations[:at], simpler, *self._operations[at + 1 :]])
+                    for simpler in plainer(self._operations[at])
                 )
 
     def _simplify_config(self) -> None:
         progress = True
-        while progress and self.executions < self._executions_max:
+        while progress and not self._spent:
             progress = any(self._try(config, self._operations) for config in self._plainer_configs())
 
     def _simplify_together(self) -> None:
         """Smaller blocks or fewer of them, and requests that are shorter by as much: neither may go alone."""
         progress = True
-        while progress and self.executions < self._executions_max:
+        while progress and not self._spent:
             progress = any(self._try(config, operations) for config, operations in self._scaled())
 
     def _scaled(self) -> Iterator[tuple[EngineConfig, list[Operation]]]:
@@ -177,13 +241,13 @@ class Shrinker:
         replace = msgspec.structs.replace
         if not self._pinned & {"block_size", "max_model_len"}:
             old = config.block_size
-            for size in _smaller(old, 1):
+            for size in smaller(old, 1):
                 length = max(1, config.max_model_len * size // old)
-                shorter = [_scaled_add(one, size, old) if isinstance(one, Add) else one for one in operations]
+                shorter = [scaled_add(one, size, old) if isinstance(one, Add) else one for one in operations]
                 yield replace(config, block_size=size, max_model_len=length), shorter
                 yield replace(config, block_size=size), shorter
         if "num_blocks" not in self._pinned:
-            for blocks in _smaller(config.num_blocks, 1):
+            for blocks in smaller(config.num_blocks, 1):
                 less = (config.num_blocks - blocks) * config.block_size
                 for at, one in enumerate(operations):
                     if isinstance(one, Add) and one.prompt_len > less:
@@ -194,7 +258,7 @@ class Shrinker:
     def _plainer_configs(self) -> Iterator[EngineConfig]:
         config = self._config
         default = EngineConfig()
-        for name in _SWITCHES:
+        for name in SWITCHES:
             value, plain = getattr(config, name), getattr(default, name)
             if value != plain and name not in self._pinned:
                 changes: dict[str, Any] = {name: plain}
@@ -208,11 +272,11 @@ class Shrinker:
         for name in ("pipeline_depth", "num_swap_blocks", "num_lookahead_slots", "num_speculative_tokens"):
             low = 2 if name == "pipeline_depth" else 1
             if name not in self._pinned:
-                for value in _smaller(getattr(config, name), low):
+                for value in smaller(getattr(config, name), low):
                     yield msgspec.structs.replace(config, **{name: value})
         for name in ("max_num_seqs", "num_blocks", "block_size", "max_model_len", "max_num_batched_tokens"):
             if name not in self._pinned:
-                for value in _smaller(getattr(config, name), self._least(name)):
+                for value in smaller(getattr(config, name), self._least(name)):
                     yield msgspec.structs.replace(config, **{name: value})
 
     def _least(self, name: str) -> int:
@@ -225,113 +289,3 @@ class Shrinker:
             longest = max(lengths, default=1)
             return longest if longest <= config.max_model_len else 1
         return 1
-
-
-_SWITCHES = (
-    "pipeline_depth",
-    "preemption_mode",
-    "sliding_window",
-    "num_lookahead_slots",
-    "num_speculative_tokens",
-    "watermark",
-    "scheduling_policy",
-    "enable_prefix_caching",
-    "enable_chunked_prefill",
-    "encoder_cache_size",
-    "fixed_batch",
-)
-"""Fields that are put back to their default first: each one that goes makes the finding easier to read."""
-
-_SIZES = (
-    "num_blocks",
-    "block_size",
-    "max_num_seqs",
-    "max_model_len",
-    "max_num_batched_tokens",
-    "num_swap_blocks",
-    "pipeline_depth",
-    "num_lookahead_slots",
-    "num_speculative_tokens",
-)
-
-
-def _smaller(value: int, low: int) -> Iterator[int]:
-    """Candidates below ``value``, the boldest first."""
-    candidates = [low, value // 2, value - 2, value - 1]
-    yield from dict.fromkeys(candidate for candidate in candidates if low <= candidate < value)
-
-
-def _plainer(operation: Operation) -> Iterator[Operation]:
-    """Simpler forms of one operation, the boldest first."""
-    match operation:
-        case Add():
-            yield from _plainer_adds(operation)
-        case Step():
-            for value in _smaller(operation.count, 1):
-                yield Step(count=value)
-        case Abort() | AbortEnded():
-            for value in _smaller(operation.index, 0):
-                yield msgspec.structs.replace(operation, index=value)
-        case Drain():
-            yield Step()
-        case _:
-            return
-
-
-def _plainer_adds(add: Add) -> Iterator[Add]:
-    replace: Callable[..., Add] = msgspec.structs.replace
-    if add.encoder_sizes:
-        yield replace(add, encoder_sizes=())
-        yield replace(add, encoder_sizes=add.encoder_sizes[:-1])
-    if add.continues is not None:
-        yield replace(add, continues=None)
-        for value in _smaller(add.continues, 0):
-            yield replace(add, continues=value)
-    if add.stop_after is not None:
-        yield replace(add, stop_after=None)
-        for value in _smaller(add.stop_after, 1):
-            yield replace(add, stop_after=value)
-    for value in _smaller(add.prompt_len, 1):
-        yield replace(add, prompt_len=value, shared_len=min(add.shared_len, value))
-    for name in ("n", "max_tokens"):
-        for value in _smaller(getattr(add, name), 1):
-            yield replace(add, **{name: value})
-    for name in ("shared_len", "family", "priority", "salt", "adapter"):
-        for value in _smaller(getattr(add, name), 0):
-            yield replace(add, **{name: value})
-
-
-def _scaled_add(add: Add, size: int, old: int) -> Add:
-    prompt = max(1, -(-add.prompt_len * size // old))
-    return msgspec.structs.replace(
-        add,
-        prompt_len=prompt,
-        max_tokens=max(1, -(-add.max_tokens * size // old)),
-        shared_len=min(prompt, -(-add.shared_len * size // old)),
-    )
-
-
-def _weight(operation: Operation) -> int:
-    """A rough size of the operation's arguments; `Drain` weighs more than any short step."""
-    match operation:
-        case Add():
-            plain = operation.prompt_len + operation.max_tokens + operation.shared_len + 4 * operation.n
-            odd = operation.family + operation.priority + operation.salt + operation.adapter
-            stop = 0 if operation.stop_after is None else 2 + operation.stop_after
-            turn = 0 if operation.continues is None else 2 + operation.continues
-            return plain + odd + stop + turn + sum(operation.encoder_sizes)
-        case Step():
-            return operation.count
-        case Abort() | AbortEnded():
-            return operation.index
-        case Drain():
-            return 100
-        case _:
-            return 1
-
-
-def _config_weight(config: EngineConfig) -> int:
-    default = EngineConfig()
-    switches = sum(bool(getattr(config, name) != getattr(default, name)) for name in _SWITCHES)
-    sizes = sum(int(getattr(config, name)) for name in _SIZES)
-    return 1000 * (switches + len(config.engine_options)) + sizes

@@ -11,10 +11,9 @@ from typing import Any
 
 import msgspec
 
-from conformance.operations import Abort, AbortEnded, Add, Drain, Operation, ResetPrefixCache, Step
 from conformance.protocol import Capabilities, EngineConfig, Feature, KVCacheGroup
 
-ON_DEVICE = 0.2
+ON_DEVICE = 0.15
 """Share of the configurations that run on a fixed-batch device, of an engine that has one and can do without."""
 NOT_ON_A_DEVICE: frozenset[Feature] = frozenset(
     {
@@ -52,6 +51,8 @@ class Swarm(msgspec.Struct, frozen=True, kw_only=True):
     boundary: float
     continuing: float
     """Requests that go on with an ended conversation, as the next turn of a chat does."""
+    extending: float = 0.0
+    """Requests whose prompt is the last one that is shared as a whole, and more."""
     families: int
     sharing: float
     priorities: int
@@ -61,10 +62,19 @@ class Swarm(msgspec.Struct, frozen=True, kw_only=True):
     oversize: float
     burst_max: int
     encoder: float = 0.0
+    overlong: bool = False
+    """What is oversize is as long as the model takes, or a token more, whatever the pool holds."""
 
 
 GROUPED = 0.15
 """How often layers are split into KV-cache groups."""
+STATEFUL = 0.5
+"""How often one of those is of recurrent state, of an engine that can have such."""
+TIGHT, ROOMY, SHORT = 0.25, 0.15, 0.1
+"""Shares of the pools that hold one sequence and little more; everybody, so that the token budget runs out first; and
+not even every single request. Of an engine that takes blocks back from who runs."""
+TIGHTER = 0.12
+"""More tight pools for each part that acts when the pool runs out, and not before."""
 
 
 def _draw_groups(rng: Random, fields: dict[str, Any]) -> dict[str, Any]:
@@ -77,6 +87,9 @@ def _draw_groups(rng: Random, fields: dict[str, Any]) -> dict[str, Any]:
             for number in range(rng.choice((1, 1, 2)))
         ),
     ]
+    if fields["state_groups"] and rng.random() < STATEFUL:
+        whole = not fields["enable_prefix_caching"]  # one state for the sequence, as nothing shares it
+        groups[1:] = [KVCacheGroup("state", length if whole else size, state=True)]
     rng.shuffle(groups)
     blocks = fields["num_blocks"] * len(groups) + rng.choice((0, 0, 1, 2))
     return {"kv_cache_groups": tuple(groups), "sliding_window": None, "num_blocks": blocks}
@@ -101,20 +114,30 @@ def draw_config(rng: Random, capabilities: Capabilities, pinned: dict[str, Any])
     chunked = pinned.get("enable_chunked_prefill", chunked)
     if chunked:
         fields["max_num_batched_tokens"] = rng.choice(
-            (rng.randint(1, seqs), seqs, seqs + block_size, seqs + rng.randint(1, model_len), 64, 64)
+            (
+                rng.randint(1, seqs),
+                rng.randint(1, seqs),
+                seqs,
+                seqs + block_size,
+                seqs + rng.randint(1, model_len),
+                64,
+                64,
+            )
         )
     else:
         fields["max_num_batched_tokens"] = model_len * rng.choice((1, 1, 2, seqs))
     fields["enable_prefix_caching"] = "prefix_caching" in features and rng.random() < 0.5
-    if "priority" in features and rng.random() < 0.3:
+    if "priority" in features and rng.random() < 0.4:
         fields["scheduling_policy"] = "priority"
-    if "swap" in features and rng.random() < 0.4:
+    if "swap" in features and rng.random() < (0.5 if "recompute" in features else 0.4):
         fields["preemption_mode"] = "swap"
         fields["num_swap_blocks"] = rng.choice((rng.randint(1, max(2, blocks)), 2 * blocks))
-    if "sliding_window" in features and rng.random() < 0.3:
-        fields["sliding_window"] = rng.randint(1, max(1, model_len // rng.choice((1, 2, 4))))
+    if "recompute" in features and "num_blocks" not in pinned and not chosen:
+        fields["num_blocks"] = _draw_pool(rng, {**fields, **pinned}, capabilities.reserved_blocks)
+    if "sliding_window" in features and rng.random() < 0.35:
+        fields["sliding_window"] = rng.randint(1, max(1, model_len // rng.choice((1, 2, 4, 4))))
     if "kv_cache_groups" in features and rng.random() < GROUPED:
-        fields.update(_draw_groups(rng, {**fields, **pinned}))
+        fields.update(_draw_groups(rng, {**fields, **pinned, "state_groups": "state_groups" in features}))
     if "lookahead" in features and rng.random() < 0.25:
         fields["num_lookahead_slots"] = rng.randint(1, 3)
     if "speculation" in features and rng.random() < 0.2:
@@ -129,6 +152,22 @@ def draw_config(rng: Random, capabilities: Capabilities, pinned: dict[str, Any])
     fields["engine_options"] = {**options, **pinned.get("engine_options", {})}
     fields.update({name: value for name, value in pinned.items() if name != "engine_options"})
     return EngineConfig(**fields)
+
+
+def _draw_pool(rng: Random, fields: dict[str, Any], reserved: int) -> int:
+    """Blocks of a pool that is drawn for what it has to hold, most often the one that was drawn already."""
+    per_sequence, seqs = -(-fields["max_model_len"] // fields["block_size"]), fields["max_num_seqs"]
+    acting = (fields["enable_prefix_caching"], "scheduling_policy" in fields, "preemption_mode" in fields)
+    tight = TIGHT + TIGHTER * sum(acting)
+    roomy = ROOMY if fields["enable_chunked_prefill"] else 2 * ROOMY  # it is whole prompts that a budget turns away
+    share = rng.random()
+    if share < tight:
+        return int(reserved + per_sequence + rng.choice((0, 0, 1, rng.randint(0, 1 + per_sequence * seqs // 6))))
+    if share < tight + roomy:
+        return int(reserved + per_sequence * seqs)
+    if share < tight + roomy + SHORT:
+        return int(reserved + per_sequence - rng.randint(0, per_sequence // 2))
+    return int(fields["num_blocks"])
 
 
 def _draw_sizes(
@@ -184,7 +223,7 @@ def draw_swarm(rng: Random, capabilities: Capabilities, config: EngineConfig) ->
     length = longest(config, blocks, 1)
     company = rng.randint(1, 1 + config.max_num_seqs)
     output_max = max(1, length // rng.choice((1, 1, 1, 2, 4)))
-    return Swarm(
+    swarm = Swarm(
         config=config,
         weights=tuple(weights),
         blocks=blocks,
@@ -204,7 +243,41 @@ def draw_swarm(rng: Random, capabilities: Capabilities, config: EngineConfig) ->
         oversize=rng.choice((0.0, 0.0, 0.05)),
         burst_max=rng.randint(2, 2 * config.max_num_seqs),
         encoder=rng.choice((0.0, 0.5)) if config.encoder_cache_size else 0.0,
+        extending=rng.choice((0.0, 0.3, 0.6)) if config.enable_prefix_caching else 0.0,
     )
+    return _loaded(rng, swarm) if "recompute" in features or config.fixed_batch else swarm
+
+
+def _loaded(rng: Random, swarm: Swarm) -> Swarm:
+    """More requests where it matters what the ones before left, and such as use up what is scarce.
+
+    A tight pool is what short prompts are let into together and long outputs outgrow, a token budget below the
+    running set is what long outputs wait for, and in a roomy pool it is long prompts that exceed the budget.
+    """
+    config = swarm.config
+    seqs, length = config.max_num_seqs, longest(config, swarm.blocks, 1)
+    changes: dict[str, Any] = {"oversize": rng.choice((0.0, 0.05, 0.2)), "overlong": rng.random() < 0.5}
+    everybody = -(-config.max_model_len // config.block_size) * seqs
+    tight = 2 * swarm.blocks <= everybody and rng.random() < 0.9
+    starved = config.max_num_batched_tokens < seqs
+    heavy = not tight and not starved and swarm.blocks >= everybody - 1 and rng.random() < 0.9
+    if tight or starved or heavy or config.fixed_batch or rng.random() < 0.3:
+        changes["requests"] = rng.randint(1 + seqs, 1 + 2 * seqs)
+    if starved:
+        changes["prompt_max"] = max(1, min(swarm.prompt_max, 2 * config.block_size))
+        changes["output_min"], changes["output_max"] = max(1, length // 2), length
+        changes["stopping"] = rng.choice((0.0, swarm.stopping))
+    elif tight:
+        short = config.block_size * rng.choice((1, 1, 2)) + rng.choice((-1, 0, 1))
+        changes["prompt_max"] = max(1, min(short, length - 1, swarm.blocks * config.block_size // seqs))
+        changes["output_min"], changes["output_max"] = max(1, length // 2), length
+        changes["oversize"] = rng.choice((0.0, 0.0, 0.1))
+        changes["stopping"] = rng.choice((0.0, swarm.stopping))
+    elif heavy:
+        changes["prompt_max"] = max(1, length - 1)
+        changes["output_min"], changes["output_max"] = 1, max(1, length // 4)
+        changes["families"], changes["extending"] = 1, 0.0  # they begin alike and go on apart
+    return msgspec.structs.replace(swarm, **changes)
 
 
 def _draw_forking(rng: Random, config: EngineConfig) -> float:
@@ -214,94 +287,3 @@ def _draw_forking(rng: Random, config: EngineConfig) -> float:
 def longest(config: EngineConfig, blocks: int, n: int) -> int:
     """Tokens of the longest request of ``n`` sequences that the model's length allows and ``blocks`` hold."""
     return max(2, min(config.max_model_len, blocks // n * config.block_size + 1))
-
-
-class OperationSource:
-    """Draws operations of one run. The state it keeps does not depend on the engine, so draws never do."""
-
-    __slots__ = ("_kinds", "_left", "_pending", "_rng", "_totals", "swarm")
-
-    def __init__(self, rng: Random, swarm: Swarm) -> None:
-        self._rng = rng
-        self.swarm = swarm
-        self._kinds = [kind for kind, _ in swarm.weights]
-        totals, total = [], 0
-        for _, weight in swarm.weights:
-            total += weight
-            totals.append(total)
-        self._totals = totals
-        self._pending = min(swarm.requests, rng.randint(0, swarm.config.max_num_seqs + 1))
-        self._left = swarm.requests
-
-    @property
-    def exhausted(self) -> bool:
-        """No request is left to add."""
-        return not self._left
-
-    def draw(self) -> Operation:
-        """The next operation."""
-        rng = self._rng
-        if self._pending:
-            self._pending -= 1
-            return self.draw_add()
-        kind = rng.choices(self._kinds, cum_weights=self._totals)[0]
-        operation: Operation
-        match kind:
-            case "step":
-                operation = Step()
-            case "step_many":
-                operation = Step(count=rng.randint(2, 8))
-            case "drain":
-                operation = Drain()
-            case "abort":
-                operation = Abort(index=rng.randint(0, 7))
-            case "abort_ended":
-                operation = AbortEnded(index=rng.randint(0, 7))
-            case "reset":
-                operation = ResetPrefixCache()
-            case _:
-                if not self._left:
-                    return Step()
-                if kind == "burst":
-                    self._pending = min(rng.randint(1, self.swarm.burst_max), self._left - 1)
-                operation = self.draw_add()
-        return operation
-
-    def draw_add(self) -> Add:
-        """A request: often at a block or model-length boundary, often sharing a prefix."""
-        rng, swarm = self._rng, self.swarm
-        self._left -= 1
-        config = swarm.config
-        size = config.block_size
-        n = rng.randint(2, max(2, min(3, config.max_num_seqs, swarm.blocks))) if rng.random() < swarm.forking else 1
-        too_long = rng.random() < swarm.oversize
-        length = config.max_model_len if too_long else longest(config, swarm.blocks, n)
-        prompt = rng.randint(1, swarm.prompt_max)
-        outputs = rng.randint(min(swarm.output_min, swarm.output_max), swarm.output_max)
-        if rng.random() < swarm.boundary:
-            prompt = max(1, rng.choice((size, 2 * size, size * rng.randint(1, 4), length - 1)) + rng.choice((-1, 0, 1)))
-        if prompt < length and rng.random() < swarm.boundary:
-            outputs = max(1, length - prompt + rng.choice((-1, 0, 1)))
-        if not too_long:
-            prompt = min(prompt, length - 1) or 1
-            outputs = max(1, min(outputs, length - prompt))
-        shared = 0
-        if rng.random() < swarm.sharing:
-            shared = prompt if rng.random() < 0.5 else rng.randint(1, prompt)
-        continues = rng.randrange(8) if rng.random() < swarm.continuing else None
-        encoder: tuple[int, ...] = ()
-        if swarm.encoder and rng.random() < swarm.encoder:
-            encoder = tuple(rng.randint(1, config.encoder_cache_size) for _ in range(rng.randint(1, 2)))
-        return Add(
-            prompt_len=prompt,
-            max_tokens=outputs,
-            family=rng.randrange(swarm.families) if shared or encoder else 0,
-            shared_len=shared,
-            priority=rng.randrange(swarm.priorities),
-            n=n,
-            stop_after=rng.randint(1, outputs) if rng.random() < swarm.stopping else None,
-            salt=rng.randrange(swarm.identities),
-            adapter=rng.randrange(swarm.identities),
-            encoder_sizes=encoder,
-            continues=continues,
-        )

@@ -53,6 +53,7 @@ class Subject:
         self.expectations = for_engine(self.name)
         self.judged = frozenset(load_requirements()) - self.expectations.fuzzed(self.capabilities.version)
         self.watchdog = Watchdog()
+        self.seed: int = config.getoption("kv_seed")
 
     def pins(self, part: str) -> dict[str, Any]:
         """The pinned fields of a part of the swarm; skips when the engine does not declare what it needs."""
@@ -133,7 +134,7 @@ def test_machine(subject: Subject, part: str) -> None:
 def test_campaign(subject: Subject, part: str) -> None:
     """The seeded driver."""
     pins = subject.pins(part)
-    driver = Driver(subject.factory, subject.capabilities, seed=1, pinned=pins, watchdog=subject.watchdog)
+    driver = Driver(subject.factory, subject.capabilities, seed=subject.seed, pinned=pins, watchdog=subject.watchdog)
     try:
         state = campaign(driver, steps_max=CAMPAIGN_STEPS, judged=subject.judged)
     except AdapterError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from conformance.advice import installing
 from conformance.check import check
 from conformance.engines import EngineSource, installed
 from conformance.protocol import EngineConfig
@@ -131,6 +132,8 @@ def _print_summary(console: Console, report: CheckReport, *, everything: bool) -
     """
     if report.smoke.status == "refused":
         wrapped(console, f"  {'skipped' if everything else 'refused'}: {report.smoke.reason}")
+        if not everything:
+            wrapped(console, f"next: kvconform engines, which lists what {report.engine} takes and declares", INDENT)
         console.print()
         return 0 if everything else 2
     if report.smoke.status != "ok":
@@ -139,6 +142,8 @@ def _print_summary(console: Console, report: CheckReport, *, everything: bool) -
             console,
             "  the adapter does not do the least that any adapter must: nothing is said of the engine",
         )
+        mend = f"kvconform check {report.engine}, once the adapter is mended"
+        wrapped(console, f"next: {installing(report.smoke.reason) or mend}", INDENT)
         return 3
     must = sum(result.status == "fail" and result.level == "MUST" for result in report.results)
     counts = ", ".join(f"{count} {status}" for status, count in report.counts().items())

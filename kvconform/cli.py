@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Annotated, NoReturn, cast, get_args
 
 import typer
+from rich.console import Console
 
+from conformance.advice import next_command
 from conformance.check import UnknownRequirement, rejudge
 from conformance.engines import EngineNotFound, installed, load, load_recorded, option_for
 from conformance.execute import execute, probe, trace_of
@@ -30,19 +32,20 @@ from conformance.trace import TraceError, read_trace, write_trace
 from conformance.version import __version__
 from conformance.watchdog import Watchdog
 from conformance.wording import some
+from fuzz.corpus import corpus
 from fuzz.driver import flatten
 from fuzz.findings import keep
 from fuzz.hunt import Hunter
 from fuzz.shrink import EXECUTIONS_MAX, Shrinker
 from kvconform.bench_command import bench_command
 from kvconform.check_command import check_engines
-from kvconform.console import FuzzView, make_console, print_kept, print_violation, wrapped
+from kvconform.console import INDENT, FuzzView, make_console, print_kept, print_violation, wrapped
 from kvconform.diff_command import diff_command
 from kvconform.fuzz_events import record_hunt
 from kvconform.matrix_command import Matrix, entries_of, exit_code
 from kvconform.matrix_command import Plan as MatrixPlan
 from kvconform.page_command import StepsOption, page_command, steps_of_interest
-from kvconform.plan_command import batches, plan_engine, plot
+from kvconform.plan_command import batches, picture_of, plan_engine, plot
 from kvconform.report_command import Format, print_reasons, print_run, render, written
 from kvconform.serve_command import ValidateOption, serve_command
 
@@ -123,7 +126,7 @@ def check(
     named = [load(name, validate_wire=validate_wire) for name in engines or []]
     sources = named or [source for source in installed() if source.available]
     if label and len(sources) != 1:
-        raise typer.BadParameter(f"--label names one column; there are {len(sources)} engines")
+        raise typer.BadParameter(f"--label names one column: expected one engine, got {len(sources)}")
     with _written(events, "check") as writer:
         code = check_engines(
             sources,
@@ -378,15 +381,20 @@ def report(
     files: Annotated[list[Path], typer.Argument(metavar="FILES...", help="Event files; several are shown as one run")],
     form: Annotated[str, typer.Option("--format", help=f"One of {', '.join(get_args(Format))}")] = "terminal",
     out: Annotated[Path | None, typer.Option("--out", help="Write to this file")] = None,
+    track_record: Annotated[
+        bool, typer.Option("--track-record", help="With the page, one of what was found in released engines")
+    ] = False,
 ) -> None:
     """Show stored runs again, combined, or as a page, markdown, JUnit or a badge."""
     if form not in get_args(Format):
         raise typer.BadParameter(f"{form}: expected one of {', '.join(get_args(Format))}")
+    if track_record and form != "html":
+        raise typer.BadParameter(f"--track-record is a page beside --format html, got --format {form}")
     run = combine([absolute(read_run(path), path.parent) for path in files])
     if form == "html":
         if out is None:
             raise typer.BadParameter("--format html writes a page and those of its traces: give --out FILE.html")
-        write_conformance_page(run, out)
+        write_conformance_page(run, out, track_record=corpus() if track_record else ())
         wrapped(make_console(), f"{out}: open it in a browser")
     elif form == "terminal":
         console = make_console()
@@ -415,13 +423,14 @@ def plan(
     console = make_console()
     config, pinned = parse_settings(preset, settings or [])
     source = load(engine, validate_wire=validate_wire)
+    drawn = None if picture is None else picture_of(picture)
     plans = []
     for one in batches(config, pinned, batch):
         plans.append(plan_engine(console, source, one, _watchdog(call_seconds)))
         console.print()
-    if picture is not None:
-        plot(plans, picture)
-        wrapped(console, f"curves in {picture}")
+    if drawn is not None:
+        plot(plans, drawn)
+        wrapped(console, f"curves in {drawn}")
     raise typer.Exit(VIOLATED if any(one.needed is None for one in plans) else HOLDS)
 
 
@@ -453,7 +462,7 @@ app.command("serve")(serve_command)
 def _judged(levels: dict[str, str], only: list[str] | None, ignored: list[str] | None) -> frozenset[str]:
     for name in [*(only or []), *(ignored or [])]:
         if name not in levels:
-            raise ConfigRefused(f"{name}: no such requirement; they are {', '.join(levels)}")
+            raise ConfigRefused(f"{name}: no such requirement; expected one of {', '.join(levels)}")
     return frozenset(only or levels) - frozenset(ignored or [])
 
 
@@ -471,6 +480,14 @@ def version(
         raise typer.Exit
 
 
+def _explain_error(console: Console, text: str, error: Exception, arguments: list[str] | None) -> None:
+    """What happened, and what to do next."""
+    words = sys.argv[1:] if arguments is None else arguments
+    command = next((word for word in words if not word.startswith("-")), "")
+    wrapped(console, f"kvconform: {text}")
+    wrapped(console, f"next: {next_command(error, command)}", INDENT)
+
+
 def main(arguments: list[str] | None = None) -> NoReturn:
     """The console script: run a command and turn what goes wrong into a sentence and an exit code."""
     console = make_console(stderr=True)
@@ -480,13 +497,18 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     try:
         app(args=arguments, standalone_mode=True)
     except (ConfigRefused, EngineNotFound, EventsError, ExpectationsError, TraceError, UnknownRequirement) as error:
-        wrapped(console, f"kvconform: {error}")
+        _explain_error(console, str(error), error, arguments)
         sys.exit(USAGE)
     except OSError as error:
-        wrapped(console, f"kvconform: {error}")
+        what = (
+            f"{error.filename}: {error.strerror}; expected a file or folder that can be used here"
+            if error.filename
+            else str(error)
+        )
+        _explain_error(console, what, error, arguments)
         sys.exit(USAGE)
     except AdapterError as error:
-        wrapped(console, f"kvconform: the adapter is at fault, not the engine: {error}")
+        _explain_error(console, f"the adapter is at fault, not the engine: {error}", error, arguments)
         sys.exit(BROKEN)
     except Exception:  # noqa: BLE001 - whatever is left is a fault of ours
         traceback.print_exc()

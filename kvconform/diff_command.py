@@ -29,7 +29,8 @@ from conformance.settings import parse_settings
 from conformance.trace import Trace, read_trace
 from conformance.watchdog import Watchdog
 from fuzz.driver import DRAWS_MAX, flatten
-from fuzz.swarm import OperationSource, draw_config, draw_swarm
+from fuzz.source import OperationSource
+from fuzz.swarm import draw_config, draw_swarm
 from kvconform.console import INDENT, config_line, make_console, wrapped
 from kvconform.serve_command import ValidateOption
 
@@ -65,15 +66,15 @@ def diff_command(
     names = engine or []
     own = [settings_a or [], settings_b or []]
     if (trace is None) == (seed is None):
-        raise ConfigRefused("expected a trace, or --seed to draw requests")
+        raise ConfigRefused("nothing to compare: expected a trace, or --seed to draw requests; got neither")
     if len(names) > len(LABELS):
-        raise ConfigRefused(f"--engine is given {len(names)} times; there are two sides")
+        raise ConfigRefused(f"--engine: expected two at most, for the two sides, got {len(names)}")
     console = make_console()
     bench = _Bench(settings or [], own, Watchdog(call_seconds_max=call_seconds) if call_seconds else None)
     if trace is not None:
         raise typer.Exit(_of_trace(console, bench, read_trace(trace), names, validate_wire=validate_wire))
     if len(names) < len(LABELS) and not any(own):
-        raise ConfigRefused("expected --engine twice, or once with --set-a or --set-b")
+        raise ConfigRefused("two sides that are the same: expected --engine twice, or once with --set-a or --set-b")
     assert seed is not None
     bench.sources = [load(name, validate_wire=validate_wire) for name in (names * 2)[:2] or ["reference"] * 2]
     raise typer.Exit(_of_seed(console, bench, seed, steps))

@@ -107,11 +107,15 @@ def entries_of(words: Sequence[str], file: Path | None) -> list[Entry]:
     """
     entries = ([] if file is None else _read(file)) + [_parsed(word) for word in words]
     if not entries:
-        raise ConfigRefused("no engine: name some, as in `kvconform matrix reference smol-vllm`, or give --file")
+        raise ConfigRefused(
+            "no engine: expected some, as in `kvconform matrix reference smol-vllm`, or --file; got none"
+        )
     columns = [entry.column for entry in entries]
     for column in columns:
         if columns.count(column) > 1:
-            raise ConfigRefused(f"{column!r} is there twice; give each its own label")
+            raise ConfigRefused(
+                f"{column!r} is there twice; expected columns of different names: give each its own label"
+            )
     for entry in entries:
         parse_settings(entry.preset, entry.settings)
     return entries
@@ -135,9 +139,9 @@ def _read(path: Path) -> list[Entry]:
     try:
         document: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigRefused(f"{path}: cannot be read: {error}") from None
+        raise ConfigRefused(f"{path}: cannot be read: {error}; expected a TOML file of [[column]] tables") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigRefused(f"{path}: not valid TOML: {error}") from None
+        raise ConfigRefused(f"{path}: not valid TOML: {error}; expected [[column]] tables") from None
     rows = document.pop("column", [])
     if document or not isinstance(rows, list) or not rows:
         unknown = f", got {next(iter(document))!r}" if document else ""
@@ -148,7 +152,7 @@ def _read(path: Path) -> list[Entry]:
             entries.append(msgspec.convert(row, Entry))
         except msgspec.ValidationError as error:
             raise ConfigRefused(
-                f"{path}: column {number}: {error}; known keys: engine, label, set, preset, env"
+                f"{path}: column {number}: {error}; expected keys engine, label, set, preset, env"
             ) from None
     return entries
 

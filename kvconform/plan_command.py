@@ -83,13 +83,22 @@ def settings_line(engine: str, config: EngineConfig, num_blocks: int) -> str:
     )
 
 
-def plot(plans: Sequence[BlockPlan], path: Path) -> None:
-    """Draw blocks -> steps and usable concurrency to a PNG or SVG file. Raises `ConfigRefused` without matplotlib."""
+def picture_of(path: Path) -> Path:
+    """``path``, if a picture can be drawn there: said before the work and not after it. Raises `ConfigRefused`."""
+    if path.suffix not in {".png", ".svg"}:
+        raise ConfigRefused(f"--plot {path}: expected a file that ends in .png or .svg, got {path.suffix or 'neither'}")
     try:
-        import matplotlib as mpl  # noqa: PLC0415 - an extra
-        from matplotlib.figure import Figure  # noqa: PLC0415
+        import matplotlib  # noqa: F401, ICN001, PLC0415 - an extra
     except ModuleNotFoundError:
         raise ConfigRefused("--plot needs matplotlib: pip install 'kvconform[plots]'") from None
+    return path
+
+
+def plot(plans: Sequence[BlockPlan], path: Path) -> None:
+    """Draw blocks -> steps and usable concurrency to a PNG or SVG file that `picture_of` let pass."""
+    import matplotlib as mpl  # noqa: PLC0415 - an extra
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
     mpl.rcParams["svg.hashsalt"] = "kvconform"  # the same picture, the same file
     figure: Any = Figure(figsize=(7, 4.5), layout="constrained")
     steps, concurrency = figure.subplots(2, 1, sharex=len(plans) == 1)

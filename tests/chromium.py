@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -21,7 +21,7 @@ ARGUMENTS = (
 )
 
 
-def missing(reason: str) -> None:
+def missing(reason: str) -> NoReturn:
     """Skip with the reason; fail where the browser was promised."""
     if os.environ.get(REQUIRED):
         pytest.fail(f"{REQUIRED} is set, but {reason}", pytrace=False)

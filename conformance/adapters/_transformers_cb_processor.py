@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from conformance.protocol import ConfigRefused, EngineConfig
+from conformance.protocol import AdapterError, ConfigRefused, EngineConfig
 
 PAGE_SIZE_MIN = 4
 RESERVED_BLOCKS = 2
@@ -39,13 +39,28 @@ class Modules(NamedTuple):
 
 @functools.cache
 def modules() -> Modules:
-    """Import what is driven. Raises ModuleNotFoundError when transformers or torch is not installed."""
+    """Import what is driven.
 
+    Raises ModuleNotFoundError when transformers or torch is not installed, `AdapterError` when the release has no
+    continuous batching that this adapter knows.
+    """
+    version = importlib.metadata.version("transformers")
+    importlib.import_module("torch")
+    try:
+        return _probe(version)
+    except (ImportError, AttributeError) as error:
+        raise AdapterError(
+            f"transformers {version} has no continuous batching that this adapter knows ({error}); expected 5.24 or a "
+            "release like it, in an environment of its own: pip install 'transformers>=5.24'"
+        ) from error
+
+
+def _probe(version: str) -> Modules:
     def load(name: str) -> Any:
         return importlib.import_module(f"transformers.generation.continuous_batching.{name}")
 
     found = Modules(
-        version=importlib.metadata.version("transformers"),
+        version=version,
         api=load("continuous_api"),
         cache=load("cache"),
         distributed=load("distributed"),

@@ -10,7 +10,9 @@ import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from conformance.adapters._vllm_v1_options import SCHEDULER_FIELDS, is_async, is_eagle, model_runner_of
+from conformance.adapters import _vllm_v1_connector
+from conformance.adapters._vllm_v1_connector import CONNECTOR, TransferSettings
+from conformance.adapters._vllm_v1_options import SCHEDULER_FIELDS, is_async, is_eagle, model_runner_of, transfers_of
 from conformance.adapters._vllm_v1_release import Release, accepted, model_folder, takes
 from conformance.protocol import ConfigRefused, EngineConfig, KVCacheGroup
 
@@ -95,7 +97,9 @@ def _vllm_config(release: Release, config: EngineConfig) -> Any:
         "enable_prefix_caching": config.enable_prefix_caching,
         "sliding_window": config.sliding_window,
     }
-    if options.get("prefix_match_unit"):
+    if any(group.state for group in config.kv_cache_groups):
+        cache_arguments["mamba_cache_mode"] = _state_mode(config)
+    if options.get("prefix_match_unit") and config.kv_cache_groups:
         cache_arguments["prefix_match_unit"] = options["prefix_match_unit"]
     scheduler_config = release.scheduler_config(**accepted(release.scheduler_config, scheduler_arguments))
     # Releases that made their engine choose for itself keep the choice under this name.
@@ -105,6 +109,7 @@ def _vllm_config(release: Release, config: EngineConfig) -> Any:
     cache_config.num_gpu_blocks = config.num_blocks
     if hasattr(cache_config, "kv_cache_layout"):
         cache_config.kv_cache_layout = _LAYOUT
+    transfers = transfers_of(config)
     lora = release.lora_config(max_loras=LORAS_MAX, max_cpu_loras=LORAS_MAX)
     built = release.vllm_config(
         model_config=model,
@@ -114,10 +119,22 @@ def _vllm_config(release: Release, config: EngineConfig) -> Any:
         device_config=release.device_config(device="cpu"),
         lora_config=lora,
         speculative_config=_speculative_config(release, config, model),
+        kv_transfer_config=None if transfers is None else _kv_transfer_config(release, config, transfers),
     )
     if built.scheduler_config.enable_chunked_prefill != config.enable_chunked_prefill:
         raise ConfigRefused(f"enable_chunked_prefill = {config.enable_chunked_prefill}: the engine overrides it")
     return built
+
+
+def _kv_transfer_config(release: Release, config: EngineConfig, transfers: TransferSettings) -> Any:
+    arguments = {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": _vllm_v1_connector.__name__,
+        "kv_connector_extra_config": transfers._asdict(),
+        "kv_role": config.engine_options.get("kv_role", "kv_both"),
+        "kv_load_failure_policy": config.engine_options.get("kv_load_failure_policy", "recompute"),
+    }
+    return release.kv_transfer_config(**accepted(release.kv_transfer_config, arguments))
 
 
 def _speculative_config(release: Release, config: EngineConfig, model: Any) -> Any:
@@ -143,6 +160,11 @@ def _groups_of(config: EngineConfig) -> tuple[KVCacheGroup, ...]:
     return config.kv_cache_groups or (KVCacheGroup("all", config.block_size, config.sliding_window),)
 
 
+def _state_mode(config: EngineConfig) -> str:
+    """How states are kept: one for the whole sequence, or, with a prefix cache, those at the ends of blocks as well."""
+    return "align" if config.enable_prefix_caching else "none"
+
+
 def _layer_specs(release: Release, config: EngineConfig) -> dict[str, Any]:
     """A layer's KV-cache specification for each group, as an attention module would hand it over.
 
@@ -160,6 +182,15 @@ def _layer_specs(release: Release, config: EngineConfig) -> dict[str, Any]:
             "use_mla": False,
             "sliding_window": group.sliding_window,
         }
+        if group.state:
+            shape = {
+                "block_size": group.block_size,
+                "shapes": ((2 * page,),),
+                "dtypes": (release.dtype,),
+                "mamba_cache_mode": _state_mode(config),
+            }
+            layers[group.name] = release.specs.MambaSpec(**accepted(release.specs.MambaSpec, shape))
+            continue
         spec = release.specs.FullAttentionSpec if group.sliding_window is None else release.specs.SlidingWindowSpec
         layers[group.name] = spec(**accepted(spec, shape))
     return layers
@@ -215,7 +246,9 @@ def build(release: Release, config: EngineConfig) -> Setup:
         scheduler.max_num_encoder_input_tokens = config.encoder_cache_size
     hasher = _block_hasher(release, vllm_config, hash_block_size) if config.enable_prefix_caching else None
     groups = _groups_of(config)
-    windows, sizes = [group.sliding_window for group in groups], [group.block_size for group in groups]
+    # Of recurrent state, the block of the position before the step is all that is read.
+    windows = [2 if group.state else group.sliding_window for group in groups]
+    sizes = [group.block_size for group in groups]
     return Setup(scheduler, hasher, tuple(windows), tuple(sizes), order)
 
 
@@ -235,6 +268,9 @@ def _order(kv_cache_config: Any, config: EngineConfig) -> tuple[int, ...]:
 
 
 def _block_hasher(release: Release, vllm_config: Any, hash_block_size: int) -> Any:
+    """None where the scheduler hashes by itself, with Python's own ``hash``."""
+    if not hasattr(release.utils, "get_request_block_hasher"):
+        return None
     hash_function = release.hash_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
     with _environment(PYTHONHASHSEED="0"):
         release.utils.init_none_hash(hash_function)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 
+from conformance.adapters._vllm_v1_connector import TransferSettings
+from conformance.adapters._vllm_v1_faults import has_window, known_faults
 from conformance.adapters._vllm_v1_release import Release, takes
 from conformance.protocol import Capabilities, ConfigRefused, EngineConfig, Feature, OptionValue
 
@@ -11,6 +14,15 @@ _RUNNERS = ("v1", "v2")
 _DEPTH_MAX = 3
 """Batches under way of an asynchronous scheduler with two pipeline stages."""
 _METHODS = ("ngram", "eagle")
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "model_runner": _RUNNERS,
+    "speculative_method": _METHODS,
+    "pause": ("none", "new", "all"),
+    "kv_connector": ("none", "sync", "async"),
+    "kv_role": ("kv_both", "kv_consumer", "kv_producer"),
+    "kv_load_failure_policy": ("recompute", "fail"),
+}
+"""Options that are one of a few words."""
 
 _OPTIONS = {
     "async_scheduling": "Schedule ahead of the tokens (true), the default with pipeline_depth > 1 where the release "
@@ -21,15 +33,33 @@ _OPTIONS = {
     "default), or when its first chunk does (false).",
     "max_num_active_seqs": "Requests admitted to the running set, when fewer than max_num_seqs; 0: as many.",
     "prefill_schedule_interval": "Steps from one prefill to the next while somebody decodes (default 1).",
+    "max_num_queued_reqs": "Requests the engine's front takes at a time, running ones included; further ones are "
+    "refused (default: no limit).",
+    "max_num_queued_tokens": "Prompt tokens of requests without a first token from which on its front refuses further "
+    "ones (default: no limit).",
+    "long_prefill_token_threshold_adaptive": "The threshold is at least a fair share of the budget (default false).",
+    "pause": "Every 8 steps, 3 are paused: new (nobody is admitted), or all (nobody runs); none is the default.",
     "prefix_match_unit": "With KV-cache groups, tokens for each of which a prefix is hashed; 0 (default): as many as "
-    "divide every group's blocks. Hits inside a block need recurrent state, of which no group is driven.",
+    "divide every group's blocks. Hits inside a block need a group of recurrent state.",
     "speculative_method": "How drafts are proposed, with num_speculative_tokens: ngram (default), or eagle, whose "
     "draft model writes KV of its own ahead of the drafts and makes the engine drop or prove the end of a hit.",
+    "kv_connector": "Where KV of prompts is loaded from: none (default), or a connector of ours whose loads are there "
+    "in time (sync) or in a later step (async).",
+    "kv_role": "Whether the connector loads (kv_consumer), sends (kv_producer) or both (kv_both, default).",
+    "kv_load_steps": "Steps that a load of an async connector takes beyond its first: up to so many (default 0).",
+    "kv_load_failures": "Every load of this number fails, wholly or in part; 0 (default): none.",
+    "known_faults": "Allow combinations of options that no release gets right, each with a trace in the corpus "
+    "(false, default: they are refused).",
+    "kv_load_failure_policy": "What becomes of whoever needs KV that did not come: recompute (default) or fail.",
+    "kv_send_steps": "Steps for which the connector keeps the blocks of a finished request; 0 (default): none.",
     "reset_running_requests": "reset_prefix_cache preempts whoever runs (true) or is refused (false, default).",
 }
 """Each is taken where the release has the setting it stands for."""
 SCHEDULER_FIELDS = (
     "long_prefill_token_threshold",
+    "long_prefill_token_threshold_adaptive",
+    "max_num_queued_reqs",
+    "max_num_queued_tokens",
     "scheduler_reserve_full_isl",
     "max_num_active_seqs",
     "prefill_schedule_interval",
@@ -41,6 +71,10 @@ _REIMPLEMENTS = (
     "Plays the engine core's step and its queue of batches: what is scheduled is processed in the same order.",
     "Gives the scheduler an encoder cache and budget of the size asked for, which it would have from its model.",
     "Turns an n-gram proposer into an EAGLE one by the name of its method, for want of a draft model.",
+    "Is the KV connector and its workers: what is loaded, how late, what fails and what is sent is drawn by request.",
+    "Has both model runners forget tokens that follow a failed load, which that of v2 does not (vLLM issue 49250).",
+    "Keeps recurrent state as model runners do in cache mode align: the last state is carried on from block to block.",
+    "Pauses, and counts for the limits of the queue, in place of the engine's front.",
     "Collects the output tokens that the engine core would send to its client.",
 )
 
@@ -54,8 +88,16 @@ def _option_names(release: Release) -> dict[str, str]:
         there.add("prefix_match_unit")
     if release.has_model_runner_v2:
         there.add("model_runner")
+    if hasattr(release.scheduler, "set_pause_state"):
+        there.add("pause")
     if takes(release.scheduler.reset_prefix_cache, "reset_running_requests"):
         there.add("reset_running_requests")
+    if release.kv_connector_output is not None:
+        there |= {"kv_connector", "kv_role", "kv_load_steps", "kv_send_steps", "known_faults"}
+    if release.kv_connector_output is not None and takes(release.kv_connector_output, "invalid_block_ids"):
+        there.add("kv_load_failures")
+    if takes(release.kv_transfer_config, "kv_load_failure_policy"):
+        there.add("kv_load_failure_policy")
     return {name: text for name, text in _OPTIONS.items() if name in there}
 
 
@@ -81,6 +123,34 @@ def _defaults_to_async(release: Release) -> bool:
 def is_eagle(config: EngineConfig) -> bool:
     """Whether drafts come from a draft model with KV of its own."""
     return config.engine_options.get("speculative_method") == "eagle"
+
+
+def transfers_of(config: EngineConfig) -> TransferSettings | None:
+    """How the connector's loads and sends go; None without one."""
+    options = config.engine_options
+    kind = options.get("kv_connector", "none")
+    if kind == "none":
+        return None
+    role = options.get("kv_role", "kv_both")
+    groups = config.kv_cache_groups
+    return TransferSettings(
+        late=kind == "async",
+        loads=role != "kv_producer",
+        unit=math.lcm(*[group.block_size for group in groups]) if groups else config.block_size,
+        load_steps_max=int(options.get("kv_load_steps", 0)),
+        failing=int(options.get("kv_load_failures", 0)),
+        by_request=len(groups) > 1,
+        whole=not has_window(config) or bool(options.get("known_faults")),
+        send_steps=0 if role == "kv_consumer" else int(options.get("kv_send_steps", 0)),
+    )
+
+
+def _deferred_free_steps(config: EngineConfig) -> int:
+    """Commits, two for each empty step, for which loads, sends and steps in flight may keep blocks of the dead."""
+    transfers = transfers_of(config)
+    if transfers is None:
+        return 0
+    return 2 * (config.pipeline_depth + max(transfers.load_steps_max, transfers.send_steps) + 1)
 
 
 def _drafts_ahead(config: EngineConfig) -> int:
@@ -115,11 +185,20 @@ def _features(release: Release, config: EngineConfig) -> frozenset[Feature]:
     }
     if release.mm_feature is not None and takes(release.request, "mm_features"):
         features.add("encoder_cache")
+    if hasattr(release.specs, "MambaSpec") and takes(release.specs.MambaSpec, "mamba_cache_mode"):
+        features.add("state_groups")
     if takes(release.scheduler_config, "watermark"):
         features.add("watermark")
+    if transfers_of(config) is not None:
+        features.add("kv_connector")
     if config.enable_prefix_caching:
         features.add("reset_prefix_cache")
     return frozenset(features)
+
+
+def _limit(config: EngineConfig, name: str) -> int | None:
+    value = config.engine_options.get(name)
+    return int(value) if value else None
 
 
 def capabilities_of(release: Release, config: EngineConfig) -> Capabilities:
@@ -131,23 +210,39 @@ def capabilities_of(release: Release, config: EngineConfig) -> Capabilities:
         "long_prefill_token_threshold": (1, 3, 8),
         "scheduler_reserve_full_isl": (True, False),
         "max_num_active_seqs": (1, 2),
+        "max_num_queued_reqs": (0, 0, 0, 4, 8),
+        "max_num_queued_tokens": (0, 0, 0, 8, 16),
+        "long_prefill_token_threshold_adaptive": (True, False),
+        "pause": ("none", "none", "new", "all"),
+        "prefix_match_unit": (1, 2),
         "prefill_schedule_interval": (2, 3),
         "speculative_method": _METHODS,
         "reset_running_requests": (True, False),
+        "kv_connector": ("none", "none", "sync", "async"),
+        "kv_role": _CHOICES["kv_role"],
+        "kv_load_steps": (0, 1, 3),
+        "kv_load_failures": (2, 3),
+        "kv_load_failure_policy": _CHOICES["kv_load_failure_policy"],
+        "kv_send_steps": (0, 1, 3),
     }
     variant = "async" if is_async(release, config) else "pipeline parallel" if config.pipeline_depth > 1 else "sync"
     runner = f", model runner {model_runner_of(release, config)}" if release.has_model_runner_v2 else ""
     active = int(config.engine_options.get("max_num_active_seqs", 0))
     return Capabilities(
-        engine=f"vllm-v1 ({variant}{runner})",
+        engine=f"vllm-v1 ({variant}{runner}{', known faults' if config.engine_options.get('known_faults') else ''})",
         version=release.version,
         features=_features(release, config),
         null_block=0,
         reserved_blocks=1,
         steps_in_order=True,
+        copies_cached_states=config.enable_prefix_caching and not config.engine_options.get("known_faults"),
+        deferred_free_steps=_deferred_free_steps(config),
+        load_failures="fail" if config.engine_options.get("kv_load_failure_policy") == "fail" else "recompute",
         lookahead_tokens=config.num_speculative_tokens if is_eagle(config) else 0,
         preallocated_blocks=-(-_drafts_ahead(config) // config.block_size),
         running_max=active or None,
+        queue_max=_limit(config, "max_num_queued_reqs"),
+        queue_tokens_max=_limit(config, "max_num_queued_tokens"),
         prefill_interval=int(config.engine_options.get("prefill_schedule_interval", 1)),
         reset_with_live="preempts" if config.engine_options.get("reset_running_requests", False) else "refused",
         options=options,
@@ -167,14 +262,17 @@ def check(release: Release, config: EngineConfig, capabilities: Capabilities) ->
     missing = sorted(config.features_needed() - capabilities.features)
     if missing:
         raise ConfigRefused(f"{capabilities.engine} {capabilities.version} does not have: {', '.join(missing)}")
-    if options.get("model_runner", "v1") not in _RUNNERS:
-        raise ConfigRefused(
-            f"engine_options model_runner = {options['model_runner']!r}: taken are {', '.join(_RUNNERS)}"
-        )
-    if options.get("speculative_method", "ngram") not in _METHODS:
-        raise ConfigRefused(
-            f"engine_options speculative_method = {options['speculative_method']!r}: taken are {', '.join(_METHODS)}"
-        )
+    for name, choices in _CHOICES.items():
+        if name in options and options[name] not in choices:
+            raise ConfigRefused(f"engine_options {name} = {options[name]!r}: taken are {', '.join(choices)}")
+    transfers = transfers_of(config)
+    if not options.get("known_faults"):
+        for fault in known_faults(config, transfers):
+            raise ConfigRefused(f"{fault}: the engine is known to break with it; taken with known_faults = true")
+    if any(group.state for group in config.kv_cache_groups):
+        _check_states(config, transfers)
+    if transfers is not None:
+        _check_transfers(release, config, transfers)
     if config.num_speculative_tokens and config.pipeline_depth > 1 and not is_async(release, config):
         raise ConfigRefused(
             f"num_speculative_tokens with pipeline_depth = {config.pipeline_depth}: the adapter drives drafts in "
@@ -182,6 +280,28 @@ def check(release: Release, config: EngineConfig, capabilities: Capabilities) ->
         )
     if is_async(release, config):
         _check_async(release, config)
+
+
+def _check_states(config: EngineConfig, transfers: TransferSettings | None) -> None:
+    """What groups of recurrent state are not driven with, and how large their blocks are."""
+    if config.num_speculative_tokens or transfers is not None:
+        raise ConfigRefused("kv_cache_groups of recurrent state: not driven with drafts or with a connector")
+    sizes = {group.block_size for group in config.kv_cache_groups if group.state}
+    if config.enable_prefix_caching and sizes != {config.block_size}:
+        raise ConfigRefused("kv_cache_groups: with a prefix cache, blocks of recurrent state are of block_size tokens")
+    if not config.enable_prefix_caching and min(sizes) < config.max_model_len:
+        raise ConfigRefused("kv_cache_groups: without a prefix cache a block of recurrent state is for max_model_len")
+
+
+def _check_transfers(release: Release, config: EngineConfig, transfers: TransferSettings) -> None:
+    """What a connector cannot be combined with."""
+    if config.kv_cache_groups and transfers.failing and transfers.loads:
+        if not takes(release.kv_connector_output, "failed_recving"):
+            raise ConfigRefused("kv_load_failures with kv_cache_groups: the release tells failures by block alone")
+        if not transfers.late:
+            raise ConfigRefused("kv_load_failures with kv_cache_groups: the engine takes them of async loads alone")
+    if transfers.late and transfers.loads and config.engine_options.get("reset_running_requests"):
+        raise ConfigRefused("reset_running_requests with async loads: not supported yet, says the engine")
 
 
 def _check_async(release: Release, config: EngineConfig) -> None:

@@ -63,6 +63,9 @@ class Release:
     parallel_config: Any
     device_config: Any
     lora_config: Any
+    kv_transfer_config: Any
+    kv_connector_output: Any
+    """None in 0.10.0, where a connector cannot be driven."""
     scheduler: Any
     async_scheduler: Any
     """None where the release has no asynchronous scheduler."""
@@ -88,6 +91,10 @@ class Release:
     validate_prompt: Callable[[Request, EngineConfig], None]
     """The engine's own check of a prompt, above the scheduler: its length, the size of its encoder items. Raises one
     of ``refusals``."""
+    check_admission: Callable[[], Any]
+    """Gives the check of the queue's length that the engine's front makes; raises one of ``refusals``."""
+    pause_state: Any
+    """None where the scheduler cannot be paused."""
     refusals: tuple[type[Exception], ...]
     """What the engine's front raises when it does not take what its user asks for."""
 
@@ -228,7 +235,9 @@ def _probe(version: str) -> Release:
     utils = importlib.import_module("vllm.v1.core.kv_cache_utils")
     refusals: list[type[Exception]] = [ValueError, NotImplementedError]
     with contextlib.suppress(ModuleNotFoundError, AttributeError):  # it is a ValueError then
-        refusals.append(importlib.import_module("vllm.exceptions").VLLMValidationError)
+        exceptions = importlib.import_module("vllm.exceptions")
+        refusals.append(exceptions.VLLMValidationError)
+        refusals += [exceptions.QueueOverflowError, exceptions.MaxQueuedTokensError]
     processor = _first("vllm.v1.engine.input_processor", "vllm.v1.engine.processor")
     hashing = _first("vllm.utils.hashing", "vllm.utils")
     owner = importlib.import_module(config.VllmConfig.__module__)
@@ -247,6 +256,8 @@ def _probe(version: str) -> Release:
         parallel_config=config.ParallelConfig,
         device_config=config.DeviceConfig,
         lora_config=config.LoRAConfig,
+        kv_transfer_config=config.KVTransferConfig,
+        kv_connector_output=getattr(outputs, "KVConnectorOutput", None),
         scheduler=importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler,
         async_scheduler=asynchronous,
         structured_output_manager=importlib.import_module("vllm.v1.structured_output").StructuredOutputManager,
@@ -267,6 +278,8 @@ def _probe(version: str) -> Release:
         validate_prompt=_prompt_check(
             getattr(processor, "InputProcessor", None) or processor.Processor, inputs.PlaceholderRange
         ),
+        check_admission=lambda: importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM.check_admission,
+        pause_state=getattr(importlib.import_module("vllm.v1.core.sched.interface"), "PauseState", None),
         refusals=tuple(refusals),
     )
 

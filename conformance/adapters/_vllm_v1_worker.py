@@ -127,16 +127,16 @@ class InputBatch:
             elif blocks is not None:
                 for table, more in zip(state.blocks, blocks, strict=True):
                     table.extend(more)
-            if num_outputs is not None and not self._v2:
+            if num_outputs is not None:
                 self._settle_tokens(state, request_id, num_outputs[index], cached)
 
     def _settle_tokens(self, state: _State, request_id: RequestId, num_outputs: int, cached: Any) -> None:
-        """What model runner v1 does about outputs that were dropped, or that it missed while it was ahead."""
+        """What is done about outputs that were dropped, or, by model runner v1, missed while it was ahead."""
         length = state.prompt_len + num_outputs
         if length < len(state.tokens):
             del state.tokens[length:]
             state.sampling = [row for row in state.sampling if row.index < length]
-        if self._async and num_outputs and request_id not in self._last:
+        if self._async and not self._v2 and num_outputs and request_id not in self._last:
             state.tokens[state.prompt_len :] = cached.all_token_ids[request_id][-num_outputs:]
             state.sampling = []
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from conformance import protocol
 from conformance.protocol import (
     BlockMove,
@@ -103,7 +105,15 @@ def _core_config(config: EngineConfig) -> core_config.EngineConfig:
     try:
         return core_config.EngineConfig(**fields)
     except core_config.ConfigError as error:
-        raise ConfigRefused(str(error)) from None
+        raise ConfigRefused(str(error), _without_idle_chunks(config)) from None
+
+
+def _without_idle_chunks(config: EngineConfig) -> EngineConfig | None:
+    """``config`` without a bound on chunks where there are none, if that is what it has."""
+    if config.enable_chunked_prefill or "max_chunk_tokens" not in config.engine_options:
+        return None
+    options = {name: value for name, value in config.engine_options.items() if name != "max_chunk_tokens"}
+    return msgspec.structs.replace(config, engine_options=options)
 
 
 class RecordingDevice:

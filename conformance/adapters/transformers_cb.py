@@ -424,7 +424,7 @@ def make(config: EngineConfig) -> TransformersEngine:
     """An engine on the installed transformers.
 
     Raises `ConfigRefused` for what its configuration refuses (in its words) and for what it does not have,
-    ModuleNotFoundError when it is not installed.
+    ModuleNotFoundError when it is not installed, `AdapterError` when the adapter does not know the release.
     """
     options = config.engine_options
     unknown = sorted(set(options) - set(_OPTIONS))

@@ -16,17 +16,23 @@ What an oracle has to know about this engine:
   request that is over may be handed out while a step that still writes it is under way.
 - ``pipeline_depth`` is the length of the engine core's queue of batches. With ``async_scheduling`` tokens are
   taken for granted before they are sampled; otherwise a request waits for its token, as in pipeline parallelism.
+- With a KV connector, blocks of whoever is over, or was aborted while it loaded, may be kept for a few steps.
+- Of recurrent state, a cached one inside a block is copied before its request runs on (``copies_cached_states``).
+- Combinations of options that no release gets right are refused unless ``known_faults`` asks for them.
 - The engine's own start-up check refuses a pool that cannot hold one sequence of ``max_model_len``.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from conformance.adapters._vllm_v1_books import PreemptionLog, snapshot_of
 from conformance.adapters._vllm_v1_config import Setup, build
+from conformance.adapters._vllm_v1_connector import StepTransfers, Transfers
 from conformance.adapters._vllm_v1_options import capabilities_of, check, is_async, model_runner_of
 from conformance.adapters._vllm_v1_release import Release, accepted, installed_release, takes
 from conformance.adapters._vllm_v1_worker import InputBatch, Sampling
@@ -46,6 +52,10 @@ from conformance.protocol import (
     Usage,
 )
 
+_PAUSE_EVERY = 8
+_PAUSE_FROM = 5
+"""With ``pause``, of so many steps those from this number on are paused."""
+
 
 class _Step(NamedTuple):
     """A batch in the engine core's queue."""
@@ -53,6 +63,7 @@ class _Step(NamedTuple):
     number: int
     output: Any
     sampling: list[Sampling]
+    transfers: StepTransfers | None
 
 
 class VllmV1Engine:
@@ -66,6 +77,11 @@ class VllmV1Engine:
         self._pool = setup.scheduler.kv_cache_manager.block_pool
         self._hasher = setup.hasher
         self._preempts_on_reset = capabilities.reset_with_live == "preempts"
+        connector = setup.scheduler.connector
+        self._transfers: Transfers | None = None if connector is None else connector.transfers
+        self._order = setup.order
+        self._to_unload: set[RequestId] = set()
+        """Requests whose late load brought nothing: the engine gives their blocks back when it comes by."""
         self._log = PreemptionLog(setup.scheduler, release.request_status.PREEMPTED)
         self._inputs = InputBatch(
             runner=model_runner_of(release, config),
@@ -77,6 +93,8 @@ class VllmV1Engine:
         )
         self._proposes = config.num_speculative_tokens > 0 and not is_async(release, config)
         """Drafts pass through the scheduler; an asynchronous one leaves them to the model runner."""
+        self._pause = str(config.engine_options.get("pause", "none"))
+        self._check_admission = self._admission_check(setup.scheduler.scheduler_config)
         self._loras: dict[str, Any] = {}
         self._outputs: dict[RequestId, list[int]] = {}
         self._queue: deque[_Step] = deque()
@@ -94,6 +112,8 @@ class VllmV1Engine:
         if request.n > 1:
             raise RequestRefused(f"n = {request.n}: vLLM {release.version} samples in parallel above the engine")
         try:
+            if self._check_admission is not None:
+                self._check_admission()
             release.validate_prompt(request, self._config)
             params = release.sampling_params(
                 max_tokens=request.max_tokens,
@@ -114,6 +134,9 @@ class VllmV1Engine:
             "cache_salt": request.cache_salt or None,
             "priority": request.priority,
             "block_hasher": self._hasher,
+            "multi_modal_inputs": None,
+            "multi_modal_hashes": None,
+            "multi_modal_placeholders": None,
             "mm_features": [
                 release.mm_feature(
                     data=None,
@@ -134,6 +157,22 @@ class VllmV1Engine:
             self._loras[name] = self._release.lora_request(name, len(self._loras) + 1, f"/{name}")
         return self._loras[name]
 
+    def _admission_check(self, scheduler_config: Any) -> Callable[[], None] | None:
+        """The front's own check of the length of its queue, bound to the figures that it would have."""
+        if self._capabilities.queue_max is None and self._capabilities.queue_tokens_max is None:
+            return None
+        front = SimpleNamespace(
+            scheduler_config=scheduler_config,
+            admission_stats=None,
+            logger_manager=None,
+            _record_admission_rejection=lambda reason: reason,
+            get_num_unfinished_requests=lambda: len(self._outputs),
+            get_num_queued_tokens=lambda: sum(
+                self._scheduler.requests[name].num_prompt_tokens for name, tokens in self._outputs.items() if not tokens
+            ),
+        )
+        return functools.partial(self._release.check_admission(), front)
+
     def abort_request(self, request_id: RequestId) -> None:
         """Pass the id on to the scheduler, whether it is known or not."""
         self._scheduler.finish_requests(request_id, self._release.request_status.FINISHED_ABORTED)
@@ -144,6 +183,11 @@ class VllmV1Engine:
         plan = StepPlan(step=self._steps)
         self._steps += 1
         scheduler = self._scheduler
+        if self._pause != "none":
+            plan.paused = plan.step % _PAUSE_EVERY >= _PAUSE_FROM
+            states = self._release.pause_state
+            state = states["PAUSED_ALL" if self._pause == "all" else "PAUSED_NEW"] if plan.paused else states.UNPAUSED
+            scheduler.set_pause_state(state)
         if not scheduler.has_requests():
             return plan
         output = scheduler.schedule()
@@ -154,10 +198,25 @@ class VllmV1Engine:
             plan.encoder_run = [
                 (name, index) for name, items in output.scheduled_encoder_inputs.items() for index in items
             ]
-        self._queue.append(_Step(plan.step, output, sampling))
-        if not plan.sequences and len(self._queue) == 1:
-            self._process(self._queue.popleft(), {}, self._late)
+        transfers = None if self._transfers is None else self._transfer(self._transfers, output, plan)
+        self._queue.append(_Step(plan.step, output, sampling, transfers))
+        self._process_idle(self._late)
         return plan
+
+    def _transfer(self, transfers: Transfers, output: Any, plan: StepPlan) -> StepTransfers:
+        """What the connector does in the step, as the harness is told of it."""
+        step = transfers.step(output.finished_req_ids)
+        for load in step.loads:
+            if load.block_tables:
+                load.block_tables = [load.block_tables[place] for place in self._order]
+        plan.loads, plan.loaded = step.loads, step.loaded
+        if self._to_unload:
+            self._to_unload -= {one.request_id for one in plan.sequences} | {one.request_id for one in step.loads}
+            tables = self._scheduler.kv_cache_manager.get_block_ids
+            plan.unloaded = [name for name in sorted(self._to_unload) if not any(tables(name))]
+            self._to_unload.difference_update(plan.unloaded)
+        self._to_unload |= {one.request_id for one in step.loaded if one.failed_from == 0}
+        return step
 
     def commit(self, step: int, sampled: Mapping[SequenceKey, Sampled]) -> CommitResult:
         """Process the oldest batch, and those before it that had nothing to run."""
@@ -169,7 +228,17 @@ class VllmV1Engine:
             if entry.number < step and entry.sampling:
                 raise AdapterError(f"commit({step}): step {entry.number} comes first")
             self._process(entry, sampled if entry.number == step else {}, result.finished)
+        self._process_idle(result.finished)
         return result
+
+    def _process_idle(self, finished: list[Finished]) -> None:
+        """Process the batches next in turn that run nothing and bring nothing: nobody commits those."""
+        queue = self._queue
+        while queue and not queue[0].output.total_num_scheduled_tokens:
+            transfers = queue[0].transfers
+            if transfers is not None and transfers.loaded:
+                return
+            self._process(queue.popleft(), {}, finished)
 
     def _process(self, entry: _Step, sampled: Mapping[SequenceKey, Sampled], finished: list[Finished]) -> None:
         tokens_of = self._inputs.commit(entry.sampling, sampled)
@@ -183,8 +252,10 @@ class VllmV1Engine:
             "pooler_output": [],
         }
         drafts = self._drafts(tokens_of, sampled) if self._proposes else None
-        if drafts is not None and takes(self._release.model_runner_output, "spec_token_ids"):
-            arguments["spec_token_ids"] = [drafts.get(name, []) for name in names]
+        if takes(self._release.model_runner_output, "spec_token_ids"):
+            arguments["spec_token_ids"] = None if drafts is None else [drafts.get(name, []) for name in names]
+        if entry.transfers is not None:
+            arguments["kv_connector_output"] = self._connector_output(entry.transfers)
         answers = self._scheduler.update_from_output(entry.output, self._release.model_runner_output(**arguments))
         for answer in answers.values():
             for output in answer.outputs:
@@ -201,6 +272,17 @@ class VllmV1Engine:
             self._scheduler.update_draft_token_ids(
                 self._release.draft_token_ids(list(drafts), [list(tokens) for tokens in drafts.values()])
             )
+
+    def _connector_output(self, transfers: StepTransfers) -> Any:
+        """What the workers' side of the connector reports of a step."""
+        arguments = {
+            "finished_sending": transfers.sent or None,
+            "finished_recving": {load.request_id for load in transfers.loaded} or None,
+            "invalid_block_ids": transfers.blocks_failed,
+            "failed_recving": transfers.requests_failed,
+        }
+        kind = self._release.kv_connector_output
+        return kind(**accepted(kind, arguments))
 
     @staticmethod
     def _drafts(names: Iterable[RequestId], sampled: Mapping[SequenceKey, Sampled]) -> dict[RequestId, list[int]]:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from conformance.ledger import Ledger, RequestRecord, RequestState, Row, StepFacts
 from conformance.oracles.base import Oracle, Report
-from conformance.protocol import Finished, Snapshot, Usage
+from conformance.protocol import Finished, RequestId, Snapshot, Usage
 
 Problem: TypeAlias = tuple[str, str, str, str]
 """Requirement, message, expected, got."""
@@ -28,6 +28,8 @@ class AccountingOracle(Oracle):
         capabilities = ledger.capabilities
         self._exact = not capabilities.keeps_blocks
         self._grace = capabilities.deferred_free_steps
+        self._aborting: set[RequestId] = set()
+        """Requests aborted while they ran, which hold what they held until they have run once more."""
         self._difference: int | None = None
         self._in_flight = 0
         self._is_reset = False
@@ -61,6 +63,7 @@ class AccountingOracle(Oracle):
                 if now == block or (now is not None and moved.get(now) == block):
                     continue
                 left_window = window is not None and (index + 1) * size <= row.plan.first - window + 1
+                left_window |= self.ledger.group_states[group] and index < (row.plan.first - 1) // size
                 if now is not None and left_window and now == null:
                     continue
                 if window is not None and now in new[:index]:
@@ -77,6 +80,9 @@ class AccountingOracle(Oracle):
                 return
 
     def on_step(self, facts: StepFacts) -> None:
+        for record, _ in facts.aborted:
+            self._aborting.discard(record.key[0])
+            self._released_at_commit = self._commits
         low, high = 0, self.ledger.config.num_blocks
         null = self.ledger.capabilities.null_block
         for row in facts.rows:
@@ -119,7 +125,11 @@ class AccountingOracle(Oracle):
         if null is not None:
             window = ledger.group_windows[group]
             reads_from = 0 if window is None else max(0, row.plan.first - window + 1)
-            if null in table[reads_from // size : need]:
+            in_reach = table[reads_from // size : need]
+            if ledger.group_states[group]:
+                before = [table[(row.plan.first - 1) // size]] if 0 < row.plan.first <= len(table) * size else []
+                in_reach = [*before, *table[need - 1 : need]]
+            if null in in_reach:
                 self.report(
                     "ACC-2",
                     f"{row.record.name} reads or writes through the null block {null}",
@@ -130,7 +140,7 @@ class AccountingOracle(Oracle):
     def after_step(self, facts: StepFacts) -> None:
         usage = facts.usage_after
         self._held_blocks = self.ledger.distinct_held
-        if facts.rows:
+        if facts.rows or facts.aborted:
             self._in_flight += 1
         elif not self._in_flight:
             self._commits += 1  # nothing is in flight that could hold a block
@@ -149,7 +159,7 @@ class AccountingOracle(Oracle):
         if usage.free_blocks == expected:
             self._difference = None
             return
-        if usage.free_blocks < expected and self._commits - self._released_at_commit <= self._grace > 0:
+        if usage.free_blocks < expected and self._is_given_time():
             return
         if self._difference != usage.free_blocks - expected:  # else reported at an earlier step
             self._difference = usage.free_blocks - expected
@@ -227,17 +237,28 @@ class AccountingOracle(Oracle):
     def on_add(self, request: RequestRecord) -> None:
         self._is_reset = False
 
+    def on_refused(self, request: RequestRecord, reason: str) -> None:
+        self._released_at_commit = self._commits
+
     def on_reset(self, done: bool) -> None:  # noqa: FBT001 - the engine's one-word answer
         self._is_reset = done and not self.ledger.live
 
     def on_end(self, request: RequestRecord) -> None:
         self._released_at_commit = self._commits
+        if request.aborted_steps:
+            self._aborting.add(request.spec.request_id)
+
+    def _is_given_time(self) -> bool:
+        """Whether somebody may still hold what is no longer in any plan, as the engine declares."""
+        if self._aborting and self.ledger.live:
+            return True
+        return self._commits - self._released_at_commit <= self._grace > 0
 
     # -- audit -------------------------------------------------------------------------------------------
 
     def audit(self, snapshot: Snapshot, usage: Usage) -> None:
         """O(pool): every block in exactly one class, counts equal to holders, nobody dead holds anything."""
-        if self._commits - self._released_at_commit <= self._grace > 0:
+        if self._is_given_time():
             return
         for requirement, message, expected, got in self._problems(snapshot, usage):
             self.report(requirement, message, expected=expected, got=got)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conformance.ledger import Ledger, StepFacts
+from conformance.ledger import Ledger, RequestRecord, StepFacts
 from conformance.oracles.base import Oracle, Report
 from conformance.protocol import Capabilities, EngineConfig
 
@@ -20,12 +20,17 @@ class CachingOracle(Oracle):
         super().__init__(ledger, report)
         self._fresh: set[int] | None = None
         """Blocks written since the last reset of an idle engine; None before the first."""
+        self._steps_quiet = 1 << 30
+        """Steps since a request ended, which may leave blocks behind for a while."""
+
+    def on_end(self, request: RequestRecord) -> None:
+        self._steps_quiet = 0
 
     def on_reset(self, done: bool) -> None:  # noqa: FBT001
         if not self.ledger.live:
             if done:
                 self._fresh = set()
-            else:
+            elif self._steps_quiet >= self.ledger.capabilities.deferred_free_steps:
                 self.report(
                     "CCH-3",
                     "reset_prefix_cache fails with no request live",
@@ -41,10 +46,13 @@ class CachingOracle(Oracle):
             )
 
     def on_step(self, facts: StepFacts) -> None:
+        self._steps_quiet += 1
         if self._fresh is None:
             return
         size = self.ledger.group_sizes[0]
         self._fresh.update(move.dst for move in facts.plan.moves if move.kind in {"copy", "swap_in"})
+        for load in facts.plan.loads:
+            self._fresh.update(load.block_tables[0] if load.block_tables else ())
         for row in facts.rows:  # what one request fills another may hit in the same pass
             self._fresh.update(row.tables[0][-(-row.plan.first // size) :])
         for row in facts.rows:

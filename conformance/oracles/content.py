@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from conformance.ledger import Ledger, RequestState, Row, StepFacts
 from conformance.oracles.base import Oracle, Report
-from conformance.protocol import BlockMove, SequenceKey
+from conformance.protocol import BlockMove, KVLoad, SequenceKey
 from conformance.shadow_kv import EMPTY, Mismatch, ShadowKV
 
 
@@ -20,7 +20,9 @@ class ContentOracle(Oracle):
         groups = ledger.config.kv_cache_groups
         self._sizes = [group.block_size for group in groups] or [ledger.block_size]
         self._windows = [group.sliding_window for group in groups] or [ledger.config.sliding_window]
-        self._shadows = [ShadowKV(size) for size in self._sizes]
+        self._state_groups = [group for group, state in enumerate(ledger.group_states) if state]
+        self._kv_groups = [group for group, state in enumerate(ledger.group_states) if not state]
+        self._shadows = [ShadowKV(1 if group in self._state_groups else size) for group, size in enumerate(self._sizes)]
         self._others = [[one for one in self._shadows if one is not shadow] for shadow in self._shadows]
         self._pipelined = ledger.config.pipeline_depth > 1 and not ledger.capabilities.steps_in_order
         self._in_flight: dict[int, dict[int, SequenceKey]] = {}
@@ -30,23 +32,39 @@ class ContentOracle(Oracle):
 
     def on_step(self, facts: StepFacts) -> None:
         self._rows = facts.rows
-        for move in facts.plan.moves:
-            self._move(move, facts)
-        for row in facts.rows:
+        self._bring(facts)
+        sound = [row for row in facts.rows if not row.spoilt]
+        for row in sound:
             self._check_span(row)
+        for record, plan in facts.aborted:
+            for group in self._kv_groups:
+                end = plan.first + plan.num_tokens
+                self._shadows[group].write(plan.block_tables[group], plan.first, record.nodes[plan.first : end])
+        if self._state_groups:
+            self._run_states(facts)
         written: dict[tuple[int, int, int], tuple[Row, int]] = {}
         for row in facts.rows:
-            for group, table in enumerate(row.tables):
-                self._write(row, group, table, written)
+            for group in self._kv_groups:
+                self._write(row, group, row.tables[group], written)
         if facts.plan.moves:
             self._check_moved(facts)
-        for row in facts.rows:
-            for group, table in enumerate(row.tables):
-                self._read(row, group, table)
+        for row in sound:
+            for group in self._kv_groups:
+                self._read(row, group, row.tables[group])
+        for load in facts.plan.loaded:
+            self._load(load)
         if self._pipelined:
             self._in_flight[facts.plan.step] = {
                 block: row.record.key for row in facts.rows for block in self._blocks_in_reach(row)
             }
+
+    def _bring(self, facts: StepFacts) -> None:
+        """Block moves, and loads that are there before the step runs."""
+        for move in facts.plan.moves:
+            self._move(move, facts)
+        for load in facts.plan.loads:
+            if not load.late:
+                self._load(load)
 
     def on_commit(self, step: int, finished: object, ended: object) -> None:
         self._in_flight.pop(step, None)
@@ -81,6 +99,25 @@ class ContentOracle(Oracle):
                 case "zero":
                     shadow.zero(move.dst)
 
+    def _load(self, load: KVLoad) -> None:
+        """Write what a load brings, whoever holds the blocks by now; blocks that nothing came for are left empty."""
+        null = self.ledger.capabilities.null_block
+        nodes = self.ledger.requests[load.request_id].sequences[0].nodes
+        end = load.first + load.num_tokens
+        for group, table in enumerate(load.block_tables):
+            shadow, size = self._shadows[group], self._sizes[group]
+            for index in range(load.first // size, min(-(-end // size), len(table))):
+                block = table[index]
+                if block == null:
+                    continue
+                for other in self._others[group]:
+                    other.zero(block)
+                low, high = max(load.first, index * size), min(end, (index + 1) * size)
+                if load.failed_from is not None and low >= load.failed_from:
+                    shadow.zero(block)
+                else:
+                    shadow.write(table, low, nodes[low:high])
+
     def _check_moved(self, facts: StepFacts) -> None:
         """KV-4: what a move brought (or wiped) is what the step's sequences need of their earlier positions.
 
@@ -89,8 +126,8 @@ class ContentOracle(Oracle):
         """
         moved = {move.dst: move for move in facts.plan.moves if move.kind != "swap_out"}
         for row in facts.rows:
-            for group, table in enumerate(row.tables):
-                size = self._sizes[group]
+            for group in self._kv_groups:  # of a state, what is read is checked
+                table, size = row.tables[group], self._sizes[group]
                 end = min(row.plan.first, len(row.record.nodes))
                 start = self._read_from(row, group, table, end)
                 for index, block in enumerate(table[: -(-end // size)]):
@@ -122,7 +159,7 @@ class ContentOracle(Oracle):
             # What a later chunk skips may have come into the cache meanwhile, and who is preempted may keep its blocks;
             # that it is there is what is read below.
             kept = row.resumed and "preempted" in self.ledger.capabilities.keeps_blocks
-            if not (skipped and (kept or self.ledger.config.enable_prefix_caching)):
+            if not record.rewound and not (skipped and (kept or self.ledger.config.enable_prefix_caching)):
                 self.report(
                     "KV-3",
                     f"{record.name} runs from position {plan.first}: "
@@ -155,12 +192,16 @@ class ContentOracle(Oracle):
     def _nodes(self, row: Row) -> list[int]:
         """The node of every position up to the end of the row, draft tokens included."""
         nodes = row.record.nodes
+        if row.spoilt:
+            return [*nodes[: row.plan.first], *[EMPTY] * row.plan.num_tokens]
         if not row.plan.draft_tokens:
             return nodes
         tree = self.ledger.tree
         nodes = nodes[: row.end - len(row.plan.draft_tokens)]
+        node = nodes[-1] if nodes else tree.root(row.record.request.spec)  # a row of drafts alone is said to be wrong
         for token in row.plan.draft_tokens:
-            nodes.append(tree.extend(nodes[-1], token))
+            node = tree.extend(node, token)
+            nodes.append(node)
         return nodes
 
     def _blocks_in_reach(self, row: Row) -> Iterator[int]:
@@ -168,6 +209,34 @@ class ContentOracle(Oracle):
         for size, window, table in zip(self._sizes, self._windows, row.tables, strict=True):
             start = 0 if window is None else max(0, row.plan.first - window + 1)
             yield from table[start // size : -(-row.end // size)]
+
+    def _run_states(self, facts: StepFacts) -> None:
+        """KV-1, ACC-3 for recurrent state: all rows read theirs before any of the step is left."""
+        places = [(row, group) for row in facts.rows for group in self._state_groups]
+        for row, group in places:
+            first, size, table = row.plan.first, self._sizes[group], row.tables[group]
+            if first and (first - 1) // size < len(table):
+                block, node = table[(first - 1) // size], row.record.nodes[first - 1]
+                found = self._shadows[group].holds(block, 0)
+                if found != node:
+                    self._report_mismatch(row, Mismatch(first - 1, block, node, found))
+        for row, group in places:
+            size, table = self._sizes[group], row.tables[group]
+            index = (row.end - 1) // size
+            if index >= len(table):
+                continue
+            block, node = table[index], self._nodes(row)[row.end - 1]
+            if self.ledger.holders.get(block, 0) > 1 and self._shadows[group].holds(block, 0) != node:
+                self.report(
+                    "ACC-3",
+                    f"{row.record.name} leaves its state after position {row.end - 1} in block {block}, "
+                    f"which {self.ledger.holders[block]} sequences hold",
+                    expected="a block of its own (copy-on-write comes first)",
+                    got=f"table {table}",
+                )
+            for other in self._others[group]:
+                other.zero(block)
+            self._shadows[group].write([block], 0, [node])
 
     def _write(
         self,

@@ -35,6 +35,7 @@ class FairnessOracle(Oracle):
         queued = (RequestState.WAITING,) if fcfs else (RequestState.WAITING, RequestState.PREEMPTED)
         in_plan = {row.record.request.spec.request_id for row in facts.rows}
         in_plan.update(rejection.request_id for rejection in facts.plan.rejected)
+        in_plan.update(load.request_id for load in facts.plan.loads)
         waiting = [
             request
             for request in self.ledger.live.values()
@@ -47,7 +48,8 @@ class FairnessOracle(Oracle):
                 self._judge_arrivals(facts, row, waiting)
         else:
             for row in admitted:
-                self._judge_priority(facts, row, waiting)
+                if not row.record.request.loads:  # else it may hold its blocks already
+                    self._judge_priority(facts, row, waiting)
 
     def _judge_turns(self, facts: StepFacts) -> None:
         """FAIR-1 on the running set: who is on it gets a turn, sooner or later, while later arrivals get theirs."""
@@ -59,6 +61,8 @@ class FairnessOracle(Oracle):
             rid = request.spec.request_id
             if rid in served or request.spec.arrival > last or not request.unfinished() or request.spec.encoder_items:
                 continue
+            if request.loads:
+                continue  # it may have been passed over while its KV was loaded, and so be the newcomer
             count = self._passed_over[rid] = before.get(rid, 0) + 1
             if count > PASSED_OVER_MAX * (1 + len(running)):
                 self.report(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from conformance.ledger import StepFacts
+from conformance.ledger import RequestState, StepFacts
 from conformance.need import PreemptionVerdict, blocks_released, judge_preemptions
 from conformance.oracles.base import Oracle
 
@@ -43,7 +43,8 @@ class PreemptionOracle(Oracle):
                 got=f"preemption {request.preemptions + 1} of {who}; {verdict.full_need} of "
                 f"{verdict.usable} usable blocks would serve everybody to the end",
             )
-        if verdict.released == 0:
+        loading = any(other.state is RequestState.LOADING for other in self.ledger.live.values())
+        if verdict.released == 0 and not loading:  # who loads, and shares its blocks, cannot be made to let go
             self.report(
                 "PRE-5",
                 f"the preemption of {who} in step {step} frees no block",
@@ -56,7 +57,7 @@ class PreemptionOracle(Oracle):
         victims = {request.spec.request_id for request, _ in facts.preempted}
         keeping = [r for r in facts.running_before if r.spec.request_id not in victims and r.unfinished()]
         for request, _ in facts.preempted:
-            if request.spec.encoder_items:
+            if request.spec.encoder_items or request.loads:
                 continue  # it may have been passed over while its items found no room, and so be the newcomer
             for other in keeping:
                 if other.rank(policy) > request.rank(policy) and blocks_released(self.ledger, other, Counter()):
@@ -80,8 +81,9 @@ class PreemptionOracle(Oracle):
             return
         back = {row.record.request.spec.request_id for row in facts.rows}
         back.update(rejection.request_id for rejection in facts.plan.rejected)
+        back.update(load.request_id for load in facts.plan.loads)
         for request in away:
-            if request.spec.request_id in back:
+            if request.spec.request_id in back or request.state is RequestState.LOADING:
                 continue
             since = facts.plan.step if request.preempted_step is None else request.preempted_step
             for newcomer in admitted:

@@ -32,6 +32,8 @@ class ProgressOracle(Oracle):
 
     def on_refused(self, request: RequestRecord, reason: str) -> None:
         self._restart()
+        if self._is_full():
+            return
         if not self._why_not_servable(request) and self.ledger.surely_fits(request):
             spec = request.spec
             self.report(
@@ -41,6 +43,18 @@ class ProgressOracle(Oracle):
                 f"{self.ledger.full_blocks(request)} of {self.ledger.usable_blocks} usable blocks: served",
                 got=f"refused: {reason}",
             )
+
+    def _is_full(self) -> bool:
+        """Whether the engine declares that it takes no further request now. It hears of first tokens at commits."""
+        capabilities, live = self.ledger.capabilities, self.ledger.live.values()
+        waits = [len(other.spec.prompt) for other in live if other.state is not RequestState.RUNNING or other.is_new]
+        if capabilities.queue_tokens_max is not None and sum(waits) >= capabilities.queue_tokens_max:
+            self.ledger.saw("refused for prompt tokens in the queue")
+            return True
+        if capabilities.queue_max is not None and len(live) >= capabilities.queue_max:
+            self.ledger.saw("refused for requests in the queue")
+            return True
+        return False
 
     def _why_not_servable(self, request: RequestRecord) -> str:
         """Why no state of the engine would let the request finish, "" when one would. What PRG-3 wants refused."""
@@ -76,6 +90,9 @@ class ProgressOracle(Oracle):
 
     def on_step(self, facts: StepFacts) -> None:
         if not self.ledger.live:
+            return
+        if facts.plan.paused:
+            self.ledger.saw("a step was paused")
             return
         # A step that schedules nothing still gets on with what is in flight.
         self.idle_steps = 0 if facts.rows or facts.in_flight else self.idle_steps + 1
@@ -139,13 +156,9 @@ class ProgressOracle(Oracle):
 
     def _judge_work_conserving(self, facts: StepFacts) -> None:
         """PRG-7: the head of the queue is not left waiting with room for it in every respect."""
-        if facts.preempted or self.ledger.config.pipeline_depth > 1:
+        if self._owes_no_admission(facts):
             return
-        if any(move.kind == "swap_in" for move in facts.plan.moves):
-            return  # who was swapped out goes first, and decodes
         ledger, config = self.ledger, self.ledger.config
-        if ledger.capabilities.prefill_interval > 1 and facts.running_before:
-            return  # newcomers wait for their turn
         head = self._head()
         if head is None or self._why_not_servable(head) or head.arrived_step > facts.plan.step:
             return
@@ -155,12 +168,16 @@ class ProgressOracle(Oracle):
         if facts.usage_after.free_blocks is not None:
             free = min(free, facts.usage_after.free_blocks)
         lengths = [len(record.tokens) for record in head.unfinished()]
-        ahead = config.num_lookahead_slots + ledger.capabilities.lookahead_tokens
+        ahead = config.num_lookahead_slots + config.num_speculative_tokens + ledger.capabilities.lookahead_tokens
         blocks = sum(ledger.blocks_for(length + ahead) for length in lengths)
         blocks += ledger.capabilities.preallocated_blocks * len(lengths) * len(ledger.group_sizes)
         scheduled = sum(row.plan.num_tokens for row in facts.rows)
         budget = config.max_num_batched_tokens - scheduled if ledger.has_token_budget else 1 << 30
         wanted = self._tokens_to_start(lengths) + config.num_speculative_tokens
+        if blocks <= free < blocks + ledger.watermark_blocks:
+            ledger.saw("held back by the watermark")
+        if ledger.running_max < ledger.running_sequences + head.spec.n <= config.max_num_seqs:
+            ledger.saw("held back below max_num_seqs")
         if (
             blocks + ledger.watermark_blocks <= free
             and ledger.running_sequences + head.spec.n <= ledger.running_max
@@ -173,6 +190,23 @@ class ProgressOracle(Oracle):
                 got=f"{free} blocks free, {ledger.running_max - ledger.running_sequences} sequences free, "
                 f"{budget if ledger.has_token_budget else 'unlimited'} tokens of the budget left",
             )
+
+    def _owes_no_admission(self, facts: StepFacts) -> bool:
+        """Whether something else than room may have kept the head of the queue out of the step."""
+        ledger = self.ledger
+        if facts.preempted or facts.plan.paused or ledger.config.pipeline_depth > 1:
+            return True
+        if ledger.capabilities.prefill_interval > 1 and facts.running_before:
+            if self._head() is not None:
+                ledger.saw("waited for its turn to prefill")
+            return True  # newcomers wait for their turn
+        return (
+            bool(facts.aborted)  # whose places are not free yet
+            or any(move.kind == "swap_in" for move in facts.plan.moves)  # who was swapped out goes first, and decodes
+            or any(ledger.group_states)  # a chunk ends where a state is kept; a hit on a state waits for the next step
+            # Who loads is let in only beside all that others on their way will need.
+            or "kv_connector" in ledger.capabilities.features
+        )
 
     def _tokens_to_start(self, lengths: list[int]) -> int:
         """Tokens of the budget that the head's first step takes at least."""

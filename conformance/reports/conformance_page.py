@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from conformance.reports.embedding import page
 from conformance.reports.events import Column, FindingKept, Run, Verdict
 from conformance.reports.formats import MARKS, rows_of, status_in, summary
 from conformance.reports.trace_page import trace_page
+from conformance.reports.track_record import write_track_record
 from conformance.requirements import LEVELS, Requirement
 from conformance.results import Status
 from conformance.trace import TraceError, read_trace
@@ -25,11 +27,17 @@ LEGEND: tuple[tuple[Status, str], ...] = (
 )
 
 
-def write_conformance_page(run: Run, path: Path, title: str = "Conformance of KV-cache accounting") -> None:
+def write_conformance_page(
+    run: Run, path: Path, title: str = "Conformance of KV-cache accounting", track_record: Sequence[Path] = ()
+) -> None:
     """Write the page to ``path``, and a page of every trace that can be read into ``traces/`` beside it.
 
-    Paths of traces in ``run`` are absolute (`absolute`). Raises OSError.
+    ``track_record``: traces of what was found in released engines, for a page of their own that this one links to.
+    Paths of traces in ``run`` are absolute (`absolute`). Raises OSError, and `TraceError` for a trace of the record.
     """
+    record = path.with_name("track-record.html")
+    if track_record:
+        write_track_record(track_record, record, back=path.name)
     pages = _trace_pages(run, path.parent)
     columns = list(run.columns.values())
     rows = rows_of(run)
@@ -53,6 +61,7 @@ def write_conformance_page(run: Run, path: Path, title: str = "Conformance of KV
         title,
         data,
         edition=run.header.edition,
+        track_record=record.name if track_record else "",
         columns=[_heading(column) for column in columns],
         legend=[(status, MARKS[status], text) for status, text in LEGEND],
         levels=[(level, cells) for level, cells in levels if cells],

@@ -13,15 +13,18 @@ from markupsafe import Markup
 from conformance.version import __version__
 
 
-def page(name: str, title: str, data: dict[str, Any], **context: Any) -> str:
-    """The page ``name`` of the templates, with its style and script; ``data`` is what the script draws."""
+def page(name: str, title: str, data: dict[str, Any], *, style: str = "", **context: Any) -> str:
+    """The page ``name`` of the templates, with its script and its style, or that of the page ``style``.
+
+    ``data`` is what the script draws.
+    """
     return (
         _environment()
         .get_template(f"{name}.html")
         .render(
             version=__version__,
             title=title,
-            css=Markup(_text(f"{name}.css")),  # noqa: S704 - our own file
+            css=Markup(_text(f"{style or name}.css")),  # noqa: S704 - our own file
             script=Markup(_text(f"{name}.js")),  # noqa: S704 - our own file
             data=_embedded(data),
             **context,

@@ -199,13 +199,19 @@ class EventWriter:
 
 
 @contextmanager
-def event_file(path: Path, command: str, *, edition: str = "", seed: int | None = None) -> Iterator[EventWriter]:
-    """An event file to write to. Left by an exception, it stays without its footer. Raises OSError."""
+def event_file(
+    path: Path, command: str, *, edition: str = "", seed: int | None = None, footer: bool = True
+) -> Iterator[EventWriter]:
+    """An event file to write to. Left by an exception, or without ``footer``, it stays one that was cut off.
+
+    Raises OSError.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         writer = EventWriter(path, file, RunHeader(command=command, edition=edition, seed=seed))
         yield writer
-        writer.close()
+        if footer:
+            writer.close()
 
 
 def column_of(report: CheckReport, column: str) -> ColumnOpened:
@@ -247,21 +253,32 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise EventsError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise EventsError(f"{path}: cannot be read: {error.strerror or error}; expected an event file") from None
     rows = raw.splitlines()
     if partial and rows and not raw.endswith(b"\n"):
         rows.pop()
     records = list(_decoded(path, rows))
     if not records or not isinstance(records[0], RunHeader):
-        raise EventsError(f"{path}:1: expected the header of an event file; `--events FILE` writes one")
+        raise EventsError(
+            f"{path}:1: expected the header of an event file, got {_kind(records)}; `--events FILE` writes one"
+        )
     footer = records[-1]
     complete = isinstance(footer, RunFooter)
     if not complete and not partial:
-        raise EventsError(f"{path}:{len(rows)}: the file has no footer: its run was cut off; run it again")
+        raise EventsError(
+            f"{path}:{len(rows)}: the file has no footer: its run was cut off; expected a footer, "
+            f"got {_kind(records[-1:])}; run it again"
+        )
     events = records[1:-1] if complete else records[1:]
     if isinstance(footer, RunFooter) and footer.events != len(events):
-        raise EventsError(f"{path}: the footer counts {footer.events} events, the file holds {len(events)}")
+        raise EventsError(
+            f"{path}: expected {footer.events} events, as the footer counts, got {len(events)}: lines are missing"
+        )
     return Run(header=records[0], columns=_columns(path, events), complete=complete)
+
+
+def _kind(records: Sequence[_Record]) -> str:
+    return str(records[0].__struct_config__.tag) if records else "nothing"
 
 
 def _decoded(path: Path, rows: Sequence[bytes]) -> Iterable[_Record]:
@@ -269,9 +286,14 @@ def _decoded(path: Path, rows: Sequence[bytes]) -> Iterable[_Record]:
         try:
             record = _decoder.decode(row)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise EventsError(f"{path}:{number}: not an event: {error}; the file is damaged or cut off here") from None
+            raise EventsError(
+                f"{path}:{number}: not an event: {error}; expected one line of JSON each; "
+                "the file is damaged or cut off here"
+            ) from None
         if isinstance(record, RunHeader) and record.format != FORMAT:
-            raise EventsError(f"{path}:{number}: event format {record.format}; this kvconform reads format {FORMAT}")
+            raise EventsError(
+                f"{path}:{number}: event format: expected {FORMAT}, which this kvconform reads, got {record.format}"
+            )
         yield record
 
 
@@ -307,7 +329,10 @@ def combine(runs: Sequence[Run]) -> Run:
     """
     editions = {run.header.edition for run in runs if run.header.edition}
     if len(editions) > 1:
-        raise EventsError(f"runs of editions {', '.join(sorted(editions))} of the contract cannot stand in one table")
+        raise EventsError(
+            f"runs of editions {', '.join(sorted(editions))} of the contract cannot stand in one table; "
+            "expected one edition"
+        )
     columns: dict[str, Column] = {}
     for run in runs:
         for name, column in run.columns.items():

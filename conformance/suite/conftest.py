@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from conformance.advice import next_command
 from conformance.engines import EngineNotFound
 from conformance.expectations import ExpectationsError
 from conformance.protocol import ConfigRefused
@@ -28,7 +29,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     try:
         under_test = Engine(request.config)
     except (EngineNotFound, ConfigRefused, ExpectationsError) as error:
-        pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
+        pytest.exit(f"{error}; next: {next_command(error)}", returncode=pytest.ExitCode.USAGE_ERROR)
     yield under_test
     under_test.examiner.close()
 
@@ -36,7 +37,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 @pytest.fixture
 def case(request: pytest.FixtureRequest, engine: Engine) -> CaseUnderTest:
     """The case at hand; the test calls ``holds``."""
-    engine.must_be_green()
+    engine.must_be_green(request.node)
     scenario, case = request.param
     marker = request.node.get_closest_marker("requirement")
     return CaseUnderTest(request.node, engine, marker.args[0], scenario, case)

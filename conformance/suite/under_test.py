@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ from conformance.check import Examiner, known_failures
 from conformance.engines import load
 from conformance.expectations import Expectation, read
 from conformance.plugin import VERDICT, engine_name
+from conformance.reports.events import ColumnOpened, column_of
 from conformance.requirements import load_contract
-from conformance.results import CaseResult
+from conformance.results import CaseResult, CheckReport
 from conformance.scenarios import Case, Scenario
 from conformance.settings import parse_settings
+from conformance.trace import write_trace
 from conformance.verdicts import Verdict
 
 
@@ -28,15 +31,39 @@ class Engine:
         file = config.getoption("kv_expectations")
         given = None if file is None else read(Path(file))
         self.known: list[Expectation] = known_failures(self.examiner, given)
+        events = config.getoption("kv_events")
+        self._events = None if events is None else Path(events)
         self.red_was_reported = False
 
-    def describe(self) -> str:
-        """Engine, version and features in one line."""
-        capabilities = self.examiner.capabilities
-        features = ", ".join(sorted(capabilities.features)) or "no features"
-        return f"{capabilities.engine} {capabilities.version}: {features}"
+    def column(self) -> ColumnOpened:
+        """The engine, as event files have it."""
+        examiner = self.examiner
+        return column_of(
+            CheckReport(
+                engine=examiner.source.name,
+                engine_version=examiner.capabilities.version,
+                config=examiner.base,
+                pinned=sorted(examiner.pinned),
+                smoke=examiner.smoke,
+            ),
+            f"{examiner.source.name} {examiner.capabilities.version}",
+        )
 
-    def must_be_green(self) -> None:
+    def keep(self, requirement: str, case: CaseResult) -> str:
+        """Write the trace of a failed case beside the event file; "" where there is neither.
+
+        ``requirement``: of the test. Several tests may see the same case fail, and each has a file of its own, so that
+        workers do not write to one at the same time.
+        """
+        if self._events is None or case.trace is None or case.status != "fail":
+            return ""
+        seen_by = "" if requirement == case.requirement else f"-seen-by-{requirement}"
+        name = re.sub(r"[^a-z0-9]+", "-", f"{case.requirement}-{case.case}{seen_by}".lower())
+        path = self._events.with_name(f"{self._events.stem}-traces") / f"{name}.jsonl"
+        write_trace(path, case.trace)
+        return str(path)
+
+    def must_be_green(self, node: pytest.Item) -> None:
         """When the smoke test is red, one test says so, and the others are skipped: nothing can be judged."""
         smoke = self.examiner.smoke
         if smoke.status == "ok":
@@ -44,6 +71,7 @@ class Engine:
         if self.red_was_reported:
             pytest.skip("not judged: the smoke test is red")
         self.red_was_reported = True
+        node.stash[VERDICT] = Verdict(engine=self.column())
         who = "the engine refuses the configuration" if smoke.status == "refused" else "the adapter is at fault"
         pytest.fail(f"ERROR: {who}: {smoke.reason}", pytrace=False)
 
@@ -73,12 +101,14 @@ class CaseUnderTest:
     def _leave(self, cases: list[CaseResult], unsupported: str = "") -> None:
         """Leave the verdict for the plugin's table and the JUnit file."""
         concerned = {self._requirement.id, *(case.requirement for case in cases)}
+        traces = {case.requirement: self._engine.keep(self._requirement.id, case) for case in cases}
         self._node.stash[VERDICT] = Verdict(
-            engine=self._engine.describe(),
+            engine=self._engine.column(),
             requirement=self._requirement.id,
             cases=cases,
             unsupported=unsupported,
             known=[entry for entry in self._engine.known if entry.requirement in concerned],
+            traces={name: trace for name, trace in traces.items() if trace},
         )
         self._node.user_properties.append(("level", self._requirement.level))
         self._node.user_properties.append(("status", cases[0].status if cases else "unsupported"))

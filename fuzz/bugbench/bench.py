@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -14,8 +16,8 @@ from fuzz.bugbench.plan import Plan
 from fuzz.bugbench.probe import Counters
 from fuzz.bugbench.registry import PlantedFault, load
 from fuzz.bugbench.results import Cell, Results, ShrunkTrace
-from fuzz.hunt import HUNG_EXECUTIONS_MAX
-from fuzz.shrink import EXECUTIONS_MAX, Shrinker
+from fuzz.hunt import HUNG_FAILURES_MAX
+from fuzz.shrink import Shrinker
 
 
 def run(plan: Plan, path: Path, *, jobs: int = 1, on_cell: Callable[[Cell, int, int], None] | None = None) -> Results:
@@ -57,8 +59,17 @@ def _work(plan: Plan, todo: list[tuple[str, str, int]], jobs: int) -> Iterator[C
 
 
 def _prepare(assertions: bool) -> None:  # noqa: FBT001 - an initializer takes its arguments by position
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
     if not assertions:
         without_assertions()
+
+
+def _leave_with_parent() -> None:
+    """A bench that is ended from outside cannot end its processes, and they would wait for cells for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def measure(fault_id: str, fuzzer: str, seed: int, budget: int, *, shrink: bool = False) -> Cell:
@@ -89,9 +100,7 @@ def measure(fault_id: str, fuzzer: str, seed: int, budget: int, *, shrink: bool 
 def _shrunk(fault: PlantedFault, seen: Sighting) -> ShrunkTrace:
     watchdog = watchdog_for(fault)
     begun = time.process_time()
-    shrinker = Shrinker(
-        fault.factory(), executions_max=HUNG_EXECUTIONS_MAX if fault.hangs else EXECUTIONS_MAX, watchdog=watchdog
-    )
+    shrinker = Shrinker(fault.factory(), failures_max=HUNG_FAILURES_MAX if fault.hangs else None, watchdog=watchdog)
     shrunk = shrinker.shrink(seen.config, seen.operations, seen.violation)
     if watchdog is not None:
         watchdog.stop()

@@ -19,7 +19,7 @@ from fuzz.bugbench.smallest import shown, smallest
 from fuzz.driver import Driver, campaign
 
 GATE_SEEDS: Final = 2
-GATE_BUDGET: Final = 50_000
+GATE_BUDGET: Final = 100_000
 CONTROL_STEPS: Final = 20_000
 
 
@@ -33,8 +33,9 @@ class Check(msgspec.Struct, kw_only=True):
 
 def plan(records: dict[str, PlantedFault]) -> Plan:
     """The cells of the gate: the swarm alone, with the first seeds."""
-    faults = tuple(name for name, fault in records.items() if not fault.unseen)
-    return Plan(faults=faults, fuzzers=("swarm",), seeds=GATE_SEEDS, shrink_seeds=0, budgets={"swarm": GATE_BUDGET})
+    return Plan(
+        faults=tuple(records), fuzzers=("swarm",), seeds=GATE_SEEDS, shrink_seeds=0, budgets={"swarm": GATE_BUDGET}
+    )
 
 
 def checks(results: Results, records: dict[str, PlantedFault]) -> Iterator[Check]:

@@ -43,7 +43,6 @@ def _row(fault: PlantedFault) -> str:
     known = smallest().get(fault.id)
     trace = "; ".join(describe(operation) for operation in known.operations) if known is not None else ""
     star = f" * {fault.deep[0].upper()}{fault.deep[1:]}." if fault.deep else ""
-    star += f" Not seen by the fuzzer yet: {fault.unseen}." if fault.unseen else ""
     owner, _, number = fault.source.removeprefix("https://github.com/").partition("/")
     repository, _, thread = number.partition("/")
     name = f"{repository} {thread.rpartition('/')[2]}" if thread else f"{owner}/{repository}"

@@ -36,8 +36,6 @@ class PlantedFault(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     needs: tuple[Feature, ...] = ()
     deep: str = ""
-    unseen: str = ""
-    """Why hunts do not see it yet, "" when they do. It counts as a miss all the same; the gate alone passes over it."""
     hangs: bool = False
     """A call into the engine may not return: it is watched with a short bound."""
     parts: Mapping[type, type]
@@ -58,7 +56,6 @@ def planted(
     source: str,
     needs: tuple[Feature, ...] = (),
     deep: str = "",
-    unseen: str = "",
     hangs: bool = False,
 ) -> Callable[[type[_T]], type[_T]]:
     """Register the class as a fault: itself a part of the engine, or a holder of several such classes.
@@ -80,7 +77,6 @@ def planted(
             source=source,
             needs=tuple(sorted(needs)),
             deep=deep,
-            unseen=unseen,
             hangs=hangs,
             parts=parts,
         )

@@ -11,6 +11,8 @@ import pytest
 from conformance.reports.conformance_page import write_conformance_page
 from conformance.reports.events import Column, ColumnClosed, ColumnOpened, Run, RunHeader, Verdict
 from conformance.results import Status
+from conformance.trace import write_trace
+from samples import FINDING, FINDING_CONFIG, recorded
 
 pytest_plugins = ("chromium",)
 
@@ -76,3 +78,21 @@ def test_a_cell_opens_its_requirement_and_the_reason(page: Any) -> None:
     assert "why <b>" in text
     page.keyboard.press("Escape")
     assert not page.locator("#detail").is_visible()
+
+
+def test_the_track_record_is_searched_and_its_traces_open(visit: Visit, tmp_path: Path) -> None:
+    trace = tmp_path / "1-needless.jsonl"
+    write_trace(trace, recorded(FINDING, FINDING_CONFIG))
+    run = Run(header=RunHeader(command="matrix"), columns={})
+    write_conformance_page(run, tmp_path / "index.html", track_record=[trace])
+    page = visit(tmp_path / "index.html")
+    page.click("text=Track record")
+    page.wait_for_function("window.kvconform !== undefined")
+    assert page.locator("#status").inner_text() == "1 trace"
+    page.fill("#words", "reference pre-1")
+    assert page.locator("#status").inner_text() == "1 of 1"
+    page.fill("#words", "kv-9")
+    assert page.locator("tbody tr:visible").count() == 0
+    page.fill("#words", "")
+    page.click("text=trace >> nth=-1")
+    assert page.locator("h1").inner_text() == "PRE-1 on reference 1"

@@ -9,29 +9,19 @@ from typing import Any
 
 import pytest
 
-from conformance.adapters.reference import make
-from conformance.execute import execute, trace_of
-from conformance.operations import Add, Drain, Operation, Step
+from conformance.operations import Add, Operation, Step
 from conformance.protocol import EngineConfig
 from conformance.reports.trace_page import trace_page
-from conformance.trace import Trace
+from samples import recorded, trace_page_of_a_finding
 
 pytest_plugins = ("chromium",)
 
 Visit = Callable[..., Any]
 
 
-def recorded(operations: list[Operation], config: EngineConfig) -> Trace:
-    return trace_of("reference", config, execute(make, config, operations, stop_at_first=False, record=True))
-
-
 @pytest.fixture(scope="module")
 def finding(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = EngineConfig(num_blocks=6, enable_prefix_caching=True, engine_options={"append_check": "touched"})
-    trace = recorded([*[Add(10, 6)] * 3, Add(3, 2), Drain()], config)
-    path = tmp_path_factory.mktemp("page") / "finding.html"
-    path.write_text(trace_page(trace, "kvconform replay finding.jsonl"), encoding="utf-8")
-    return path
+    return trace_page_of_a_finding(tmp_path_factory.mktemp("page"))
 
 
 def cell(page: Any) -> str:

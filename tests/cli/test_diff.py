@@ -90,7 +90,7 @@ def test_a_seed_on_two_engines_that_are_one(capsys: pytest.CaptureFixture[str]) 
         (["TRACE", "--seed=1"], "expected a trace, or --seed"),
         (["--seed=1"], "expected --engine twice, or once with --set-a or --set-b"),
         (["--seed=1", "--engine=reference"], "expected --engine twice, or once with --set-a or --set-b"),
-        (["--seed=1", *["--engine=reference"] * 3], "--engine is given 3 times; there are two sides"),
+        (["--seed=1", *["--engine=reference"] * 3], "--engine: expected two at most, for the two sides, got 3"),
         (["--seed=1", "--engine=nonesuch", "--engine=reference"], "no engine 'nonesuch'"),
         (["--seed=1", "--engine=reference", "--set-b=colour=red"], "colour"),
         (

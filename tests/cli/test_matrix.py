@@ -107,7 +107,10 @@ def test_columns_from_a_file(tmp_path: Path) -> None:
         ("", "expected \\[\\[column\\]\\] tables"),
         ("a = 1\n", "got 'a'"),
         ("[[column\n", "not valid TOML"),
-        ('[[column]]\nengine = "reference"\nbatch = 1\n', "column 1: .*unknown field `batch`; known keys"),
+        (
+            '[[column]]\nengine = "reference"\nbatch = 1\n',
+            "column 1: .*unknown field `batch`; expected keys",
+        ),
         ('[[column]]\nengine = "reference"\nset = ["num_blocks=0"]\n', "num_blocks=0: expected at least 1"),
         ('[[column]]\nengine = "reference"\n[[column]]\nengine = "reference"\n', "'reference' is there twice"),
     ],

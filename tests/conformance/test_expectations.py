@@ -65,13 +65,13 @@ def test_an_entry_may_be_about_a_variant() -> None:
 
 MISTAKES = [
     ("[[known]]", "[[known", "not valid TOML"),
-    ("[[known]]", "[known]", "known must be an array of tables"),
-    ("[[known]]", "[[wellknown]]", "unknown key 'wellknown'"),
+    ("[[known]]", "[known]", "known: expected an array of tables, [[known]], got dict"),
+    ("[[known]]", "[[wellknown]]", "unknown key; expected [[known]] tables, got 'wellknown'"),
     ('requirement = "PRE-7"', "", "entry 1: Object missing required field `requirement`"),
-    ("PRE-7", "PRE-77", "entry 1 (PRE-77): no such requirement in the contract"),
-    ("paged-*", "pagd-*", "cases: 'full-batch/pagd-*' names no case"),
-    (">=0.6,<0.7", "0.6 or so", "versions: '0.6 or so' is not a version specifier"),
-    ("asks for one block each", " ", "reason and link must not be empty"),
+    ("PRE-7", "PRE-77", "entry 1 (PRE-77): expected a requirement of the contract, which has no such one"),
+    ("paged-*", "pagd-*", "cases: expected patterns of scenario/case, got 'full-batch/pagd-*', which names no case"),
+    (">=0.6,<0.7", "0.6 or so", "versions: expected a version specifier such as '>=0.6,<0.7', got '0.6 or so'"),
+    ("asks for one block each", " ", "expected a reason and a link, got an empty one"),
     ("versions", "version", "unknown field `version`"),
 ]
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import conformance
+from conformance.reports.events import EventsError, read_run
 from conformance.requirements import load
 from conformance.suite import under_test
+from conformance.trace import read_trace
 
 pytest_plugins = ["pytester"]
 
@@ -80,8 +82,112 @@ def test_it_fails_on_an_engine_that_breaks_the_contract(user: User) -> None:
 def test_the_header_names_the_engine_that_was_asked_for(user: User) -> None:
     shown = user.runs(*SUITE, "-k", "LIM-2", "--engine", "conformance.adapters.reference:make", *NEURON)
     shown.stdout.fnmatch_lines(
-        ["kvconform: engine conformance.adapters.reference:make, contract edition 1, with preset neuron, *"]
+        [
+            "kvconform: engine conformance.adapters.reference:make 1, contract edition 1, seed 1, with preset neuron,*",
+            "kvconform: it declares abort, device, identity, *",
+        ]
     )
+
+
+def test_the_header_says_that_an_engine_cannot_be_built(user: User, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(adapter="def make(config):\n    raise OSError('no weights')")
+    shown = user.runs(*SUITE, "-k", "LIM-2", "--engine", "adapter:make")
+    assert shown.ret == pytest.ExitCode.TESTS_FAILED
+    shown.stdout.fnmatch_lines(
+        ["kvconform: it declares nothing, it cannot be built: OSError: no weights", "*at fault: build: OSError: *"]
+    )
+
+
+INI = """
+[pytest]
+kv_engine = reference
+kv_preset = neuron
+kv_set =
+    engine_options.append_check=touched
+    num_blocks=5
+kv_expectations = known.toml
+kv_events = out/contract.jsonl
+kv_seed = 7
+"""
+
+
+def test_an_ini_file_says_the_same_and_the_command_line_wins(user: User, pytester: pytest.Pytester) -> None:
+    pytester.makeini(INI)
+    (pytester.path / "known.toml").write_text(EXPECTATION.format(requirement="PRE-7"), encoding="utf-8")
+    (pytester.mkdir("elsewhere") / "conftest.py").touch()
+    shown = user.runs(*SUITE, "-k", "PRE-7", "-c", "tox.ini", "--kv-set", "num_blocks=4", "--kv-seed", "8")
+    shown.stdout.fnmatch_lines(
+        [
+            "kvconform: engine reference 1, *, seed 8, with preset neuron, *=touched, num_blocks=5, num_blocks=4",
+            "known       PRE-7 *asks for one block each (issue 8007)*",
+            "kvconform report *out/contract.jsonl",
+        ]
+    )
+    assert shown.ret == pytest.ExitCode.OK
+    assert read_run(pytester.path / "out" / "contract.jsonl").header.command == "pytest"
+
+
+def test_a_seed_in_an_ini_file_is_a_number(user: User, pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nkv_seed = lucky")
+    shown = user.runs()
+    assert shown.ret == pytest.ExitCode.USAGE_ERROR
+    shown.stderr.fnmatch_lines(["*tox.ini: kv_seed = lucky: expected a whole number, such as kv_seed = 7"])
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["alone", "distributed"])
+@pytest.mark.parametrize("order", [[], ["-p", "no:randomly"]], ids=["as-it-comes", "not-shuffled"])
+def test_events_are_the_same_however_the_tests_are_run(
+    user: User, pytester: pytest.Pytester, workers: list[str], order: list[str]
+) -> None:
+    file = pytester.path / "contract.jsonl"
+    shown = user.runs(*SUITE, "-k", "PRE-1 or PRE-2 or ENC-1", *NEURON, "--kv-events", file.name, *workers, *order)
+    assert shown.ret == pytest.ExitCode.TESTS_FAILED
+    run = read_run(file)
+    column = run.columns["reference 1"]
+    assert {name: row.status for name, row in column.verdicts.items()} == {
+        "PRE-1": "fail",
+        "PRE-2": "fail",
+        "ENC-1": "unsupported",
+    }
+    assert column.opened.config.num_blocks == 4
+    traces = [pytester.path / column.verdicts[name].trace for name in ("PRE-1", "PRE-2")]
+    for trace in traces:
+        assert trace.parent == pytester.path / "contract-traces"
+        assert read_trace(trace).footer.verdict == "violated"
+    known = user.runs(*SUITE, "-k", "PRE-1 or PRE-2 or ENC-1", *NEURON, "--kv-events", "again.jsonl", "-n", "1")
+    assert known.ret == pytest.ExitCode.TESTS_FAILED
+    again = (pytester.path / "again.jsonl").read_bytes().replace(b"again-traces", b"contract-traces")
+    assert again == file.read_bytes()
+
+
+def test_events_of_a_session_that_was_cut_short_are_no_report(user: User, pytester: pytest.Pytester) -> None:
+    user.runs(*SUITE, "-k", "PRE-1 or PRE-2", *NEURON, "--kv-events", "contract.jsonl", "-x")
+    with pytest.raises(EventsError, match="no footer"):
+        read_run(pytester.path / "contract.jsonl")
+    assert not read_run(pytester.path / "contract.jsonl", partial=True).complete
+
+
+def test_a_session_without_the_suite_leaves_the_event_file_alone(user: User, pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nkv_events = contract.jsonl")
+    (pytester.path / "contract.jsonl").write_text("what was found before", encoding="utf-8")
+    pytester.makepyfile("def test_mine(): pass")
+    assert user.runs().ret == pytest.ExitCode.OK
+    assert user.runs("--collect-only", *SUITE, "-k", "LIM-1").ret == pytest.ExitCode.OK
+    assert (pytester.path / "contract.jsonl").read_text(encoding="utf-8") == "what was found before"
+
+
+def test_events_of_an_adapter_at_fault_say_so(user: User, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(adapter=ADAPTER)
+    user.runs(*SUITE, "-k", "LIM-1", "--engine", "adapter:make_red", "--kv-events", "contract.jsonl")
+    run = read_run(pytester.path / "contract.jsonl")
+    assert [(column.status, column.verdicts) for column in run.columns.values()] == [("error", {})]
+
+
+def test_an_event_file_that_cannot_be_written_is_said_before_the_work(user: User, pytester: pytest.Pytester) -> None:
+    pytester.mkdir("folder")
+    shown = user.runs(*SUITE, "-k", "LIM-1", "--kv-events", "folder")
+    assert shown.ret == pytest.ExitCode.USAGE_ERROR
+    shown.stderr.fnmatch_lines(["*--kv-events *folder: cannot be written: *name another one"])
 
 
 def test_a_session_without_the_suite_is_left_alone(user: User, pytester: pytest.Pytester) -> None:

@@ -54,7 +54,7 @@ MISTAKES = [
     ("num_blocks", "'num_blocks': expected key=value"),
     ("num_blocks=", "expected key=value"),
     ("=4", "expected key=value"),
-    ("num_block=4", "num_block=4: no such field; known are block_size"),
+    ("num_block=4", "num_block=4: no such field; expected one of block_size"),
     ("kv_cache_groups=3", "no such field"),
     ("num_blocks=four", "num_blocks=four: Expected `int`, got `str`"),
     ("num_blocks=0", "num_blocks=0: expected at least 1, got 0"),
@@ -71,5 +71,5 @@ def test_a_mistake_is_named(word: str, said: str) -> None:
 
 
 def test_an_unknown_preset_is_told_the_known_ones() -> None:
-    with pytest.raises(ConfigRefused, match="no preset 'trainium'; there is neuron"):
+    with pytest.raises(ConfigRefused, match="no preset 'trainium'; expected one of neuron"):
         parse_settings("trainium", [])

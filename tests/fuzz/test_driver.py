@@ -12,8 +12,10 @@ import msgspec
 import pytest
 
 from conformance.adapters.reference import make
+from conformance.operations import Add, Step
 from conformance.protocol import AdapterError, ConfigRefused, Engine, EngineConfig
 from conformance.requirements import load
+from conformance.session import Session
 from fuzz.driver import Driver, Run, campaign
 
 JUDGED = frozenset(load())
@@ -41,6 +43,7 @@ def test_another_seed_makes_other_runs() -> None:
 PROGRAM = """
 import hashlib, msgspec
 from conformance.adapters.reference import make
+from conformance.operations import Add, Step
 from conformance.protocol import EngineConfig
 from conformance.execute import execute
 from fuzz.driver import Driver
@@ -104,6 +107,22 @@ def test_a_loud_fault_does_not_hide_the_others() -> None:
     loud = [item for item in found.discoveries.values() if item.violation.requirement == "PRE-1"]
     assert loud and loud[0].seen >= 3
     assert any(item.violation.requirement != "PRE-1" for item in found.discoveries.values())
+
+
+def test_a_block_that_another_slides_off_in_the_same_step_comes_free_with_its_last_holder() -> None:
+    config = EngineConfig(
+        num_blocks=3,
+        block_size=5,
+        max_num_seqs=2,
+        max_model_len=11,
+        max_num_batched_tokens=11,
+        enable_prefix_caching=True,
+        scheduling_policy="priority",
+        sliding_window=5,
+    )
+    session = Session(make(config), config)
+    assert session.run([Add(5, 2, shared_len=5, priority=1), Step(1), Add(7, 4, shared_len=5)]) == []
+    assert session.preemptions == 1
 
 
 @pytest.mark.slow

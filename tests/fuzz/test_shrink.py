@@ -11,10 +11,11 @@ import pytest
 
 from conformance.adapters.reference import make
 from conformance.execute import execute, replay
-from conformance.operations import Add, Operation, Step
-from conformance.protocol import Engine, EngineConfig
+from conformance.operations import Abort, Add, Operation, Step
+from conformance.protocol import Engine, EngineConfig, OptionValue
 from conformance.session import Violation
 from conformance.trace import read_trace
+from fuzz.bugbench.registry import load
 from fuzz.driver import Driver, flatten
 from fuzz.findings import fingerprint, keep, source
 from fuzz.shrink import Shrinker, normalised
@@ -47,6 +48,36 @@ def test_the_seed_shrinks_to_one_request_in_one_block() -> None:
     assert (shrunk.config.num_blocks, shrunk.config.max_num_seqs) == (1, 1)
     assert shrunk.stable == 3
     assert shrunk.violation.requirement == "PRE-1"
+
+
+def test_a_request_that_stops_by_itself_takes_the_place_of_an_abort() -> None:
+    """Blocks must be freed with two steps in flight; an abort does it, and so does a sequence that stops."""
+    early = load()["deferred_free_comes_one_step_early"].factory()
+    config = EngineConfig(num_blocks=1, block_size=2, max_num_seqs=1, max_model_len=3, pipeline_depth=3)
+    operations: list[Operation] = [
+        Add(prompt_len=1, max_tokens=2), Step(), Step(), Abort(), Add(prompt_len=1, max_tokens=1)
+    ]  # fmt: skip
+    violation = execute(early, config, operations, judge={"KV-5"}).violations[0]
+    shrunk = Shrinker(early).shrink(config, operations, violation)
+    assert [type(one) for one in shrunk.operations] == [Add, Add]
+    assert shrunk.stable == 3
+
+
+def test_one_request_takes_the_place_of_several_small_ones() -> None:
+    """A cached block is handed out again while it is hit: five requests use up the pool, and so does one."""
+    unpinned = load()["hit_is_not_pinned"].factory()
+    options: dict[str, OptionValue] = {"null_block": True}
+    config = EngineConfig(
+        num_blocks=9, block_size=1, max_num_seqs=1, max_num_batched_tokens=4, max_model_len=4,
+        enable_prefix_caching=True, engine_options=options,
+    )  # fmt: skip
+    cached = Add(prompt_len=1, max_tokens=1, family=1, shared_len=1)
+    fillers = [Add(prompt_len=1, max_tokens=outputs) for outputs in (2, 1, 1, 1, 1)]
+    operations: list[Operation] = [cached, *fillers, msgspec.structs.replace(cached, prompt_len=3)]
+    violation = execute(unpinned, config, operations).violations[0]
+    shrunk = Shrinker(unpinned).shrink(config, operations, violation)
+    assert len(shrunk.operations) == 3
+    assert shrunk.stable == 3
 
 
 def test_pinned_fields_are_not_shrunk() -> None:

@@ -8,9 +8,10 @@ import pytest
 
 from conformance.adapters.reference import make
 from conformance.operations import Add, Step
-from conformance.protocol import EngineConfig
+from conformance.protocol import Capabilities, EngineConfig
 from fuzz.driver import IDLE_STEPS_MAX, STEPS_PER_RUN, Driver, Run
-from fuzz.swarm import OperationSource, draw_config, draw_swarm, longest
+from fuzz.source import OperationSource
+from fuzz.swarm import draw_config, draw_swarm, longest
 
 CAPABILITIES = make(EngineConfig()).capabilities
 
@@ -66,9 +67,40 @@ def test_the_longest_request_is_bounded_by_pool_and_model() -> None:
     assert longest(config, blocks=5, n=2) == 9
 
 
+def test_no_drawn_configuration_is_refused_for_an_option_that_its_own_draws_make_idle(runs: list[Run]) -> None:
+    assert sum(run.refusals for run in runs) < len(runs) // 8
+
+
+def test_a_prompt_is_extended_as_soon_as_it_is_computed(runs: list[Run]) -> None:
+    """A whole block, a step, the same prompt and more, and steps for both; the first one is as patient as any."""
+    chases = 0
+    for run in runs:
+        for leader, step, follower in zip(run.operations, run.operations[1:], run.operations[2:], strict=False):
+            if not run.swarm.extending or not isinstance(leader, Add) or not isinstance(follower, Add):
+                continue
+            if step != Step() or leader.shared_len != leader.prompt_len or follower.continues is not None:
+                continue
+            whole = follower.shared_len == follower.prompt_len > leader.prompt_len
+            chases += whole and (follower.family, follower.salt) == (leader.family, leader.salt)
+    assert chases > 20
+
+
+def test_an_engine_without_the_features_is_drawn_for_as_ever() -> None:
+    """What is drawn for prefix caching, priorities and recompute does not move the draws of others."""
+    plain = Capabilities(engine="plain", version="1", features=frozenset({"snapshot", "stop_token", "swap", "usage"}))
+    rng = Random(7)
+    config = draw_config(rng, plain, {})
+    swarm = draw_swarm(rng, plain, config)
+    source = OperationSource(rng, swarm)
+    drawn = [source.draw() for _ in range(6)]
+    assert (config.num_blocks, config.block_size, config.max_num_seqs, config.max_model_len) == (3, 23, 4, 23)
+    adds = [Add(prompt_len=prompt, max_tokens=outputs) for prompt, outputs in ((10, 13), (8, 12), (2, 17))]
+    assert drawn == [*adds, Step(), Step(), Step()]
+
+
 def test_the_pool_is_at_its_brim_often_enough(runs: list[Run]) -> None:
     preempting = sum("preempted" in run.behaviours for run in runs)
-    assert preempting >= len(runs) // 12
+    assert preempting >= len(runs) // 7
     assert sum(
         operation.continues is not None for run in runs for operation in run.operations if isinstance(operation, Add)
     )

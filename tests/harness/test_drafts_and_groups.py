@@ -119,6 +119,13 @@ def test_padding_is_never_accepted() -> None:
     assert [len(sample.tokens) for sample in engine.sampled] == [1, 1, 1]
 
 
+def test_a_first_step_of_drafts_alone_is_a_finding() -> None:
+    session = session_of(Scripted(lambda _: [row(0, 2, TABLE[:1], draft_tokens=[5, 6])]))
+    session.apply(Add(prompt_len=3, max_tokens=3))
+    session.step()
+    assert "is run up to 0, expecting a token" in broken(session)["PRG-5"]
+
+
 def test_a_step_that_takes_drafts_for_accepted_begins_after_those_that_were() -> None:
     """The engine plans positions 6 to 8 before it knows that the model went no further than it did."""
     seen: list[SequencePlan] = []

@@ -130,9 +130,8 @@ class PreemptsTheFirstArrival(Queues):
     "PRE-1",
     source=f"{VLLM}49675",
     needs=("prefix_caching", "priority"),
-    deep="a less urgent request must own nothing but blocks that a more urgent one hit in the step before",
-    unseen="its prompt must end on a block boundary, be extended by a more urgent one in the very next step, and "
-    "leave no block of the pool over",
+    deep="a less urgent request must own nothing but blocks that a more urgent one hit in the step before, "
+    "and no block of the pool be left over",
 )
 class PreemptsWhoFreesNothing(Queues):
     """The latest request is preempted even when others hold all its blocks too."""

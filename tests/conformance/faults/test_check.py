@@ -233,7 +233,7 @@ def test_an_engine_that_cannot_be_imported_is_an_error() -> None:
 
 
 def test_an_unknown_requirement_is_told_the_known_ones() -> None:
-    with pytest.raises(UnknownRequirement, match="no requirement 'PRE-9'; the contract has ACC-1, ACC-2"):
+    with pytest.raises(UnknownRequirement, match="no requirement 'PRE-9'; expected one of ACC-1, ACC-2"):
         check(load("reference"), requirements=["PRE-9"])
 
 

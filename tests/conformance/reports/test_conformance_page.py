@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from conformance.adapters.reference import make
 from conformance.execute import execute, trace_of
 from conformance.operations import Add, Drain
@@ -65,3 +67,26 @@ def test_a_trace_that_is_there_has_a_page_and_one_that_is_not_has_none(tmp_path:
     assert (tmp_path / "site" / page).read_text(encoding="utf-8").startswith("<!doctype html>")
     assert data["cells"]["KV-1"][0]["findings"][0]["page"] == ""
     assert data["cells"]["KV-1"][0]["findings"][0]["trace"] == "gone.jsonl"
+
+
+def test_a_track_record_stands_beside_the_table_with_a_page_for_each_trace(tmp_path: Path) -> None:
+    config = EngineConfig(num_blocks=2, block_size=32, max_num_seqs=2, engine_options={"append_check": "touched"})
+    execution = execute(make, config, [Add(10, 3), Add(10, 3), Drain()], stop_at_first=False, record=True)
+    trace = trace_of("reference", config, execution)
+    trace.header = msgspec.structs.replace(trace.header, note="<b>, see https://example.org/1, fixed")
+    write_trace(tmp_path / "1-spare.jsonl", trace)
+    run = Run(header=RunHeader(command="matrix", edition="1"), columns={})
+    write_conformance_page(run, tmp_path / "site" / "index.html", track_record=[tmp_path / "1-spare.jsonl"])
+    table = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
+    assert '<a href="track-record.html">Track record</a>' in table
+    record = (tmp_path / "site" / "track-record.html").read_text(encoding="utf-8")
+    assert '&lt;b&gt;, see <a href="https://example.org/1">https://example.org/1</a>, fixed' in record
+    page = re.search(r'href="(track-record/[^"]+)"', record)
+    assert page is not None
+    assert (tmp_path / "site" / page[1]).read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_without_a_track_record_there_is_no_link_to_one(tmp_path: Path) -> None:
+    page, _ = page_of(tmp_path, verdict("PRE-1", "fail"))
+    assert "track-record" not in page
+    assert not (tmp_path / "site" / "track-record.html").exists()

@@ -43,9 +43,9 @@ def test_a_gate_passes_when_everything_was_seen(tmp_path: Path) -> None:
 
 def test_a_fault_that_is_missed_fails_it(tmp_path: Path) -> None:
     results = Results(gate.results_path(tmp_path), gate.plan({EASY: load()[EASY]}).header())
-    results.add(Cell(fault=EASY, fuzzer="swarm", seed=1, steps=90_000))
+    results.add(Cell(fault=EASY, fuzzer="swarm", seed=1, steps=100_000))
     assert [name for name, passed in verdicts(results).items() if not passed] == [
-        "the swarm sees every fault within 50,000 steps"
+        "the swarm sees every fault within 100,000 steps"
     ]
 
 
@@ -62,6 +62,17 @@ def test_the_command_runs_the_gate(capsys: pytest.CaptureFixture[str], tmp_path:
     assert code == 0, printed
     assert printed.count("PASS") == 5
     assert "the canary fails in every run: reported in 10 of 10 runs" in printed
+
+
+def test_the_command_fails_when_a_fault_is_not_found(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hunts of one step: nothing that takes two is seen."""
+    monkeypatch.setattr(gate, "GATE_BUDGET", 1)
+    code, printed = bench(capsys, "abort_keeps_the_line", "--gate", "--jobs=1", f"--out={tmp_path}")
+    assert code == 1
+    assert "FAIL  the swarm sees every fault within 1 steps: 0 of 2 hunts; not abort_keeps_the_line" in printed
+    assert printed.count("PASS") == 4
 
 
 def test_the_command_measures_and_leaves_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
