@@ -18,26 +18,25 @@ import msgspec
 from conformance.calls import NONSENSE, EngineCalls
 from conformance.ledger import Ledger, RequestRecord, RequestState, Row, SequenceRecord, StepFacts
 from conformance.loading import Loads
+from conformance.matching import PlanMatcher, span
 from conformance.notable import note_step
 from conformance.operations import Abort, AbortEnded, Add, Drain, Operation, ResetPrefixCache, Step
 from conformance.oracles import ORACLES, Oracle
 from conformance.oracles.accounting import AccountingOracle
 from conformance.oracles.progress import ProgressOracle
 from conformance.protocol import (
-    AdapterError,
     CommitResult,
     Engine,
     EngineConfig,
     RequestRefused,
     Sampled,
     SequenceKey,
-    SequencePlan,
     Snapshot,
     StepPlan,
     Usage,
 )
 from conformance.sampling import execute_step
-from conformance.token_model import PADDING_TOKEN, model_of, request_from
+from conformance.token_model import model_of, request_from
 from conformance.trace import Recorder
 from conformance.watchdog import Watchdog
 
@@ -129,6 +128,7 @@ class Session:
         self._calls = EngineCalls(self.engine_failed, watchdog)
         self._recorder = recorder
         self._in_flight: deque[tuple[StepPlan, dict[SequenceKey, Sampled]]] = deque()
+        self._matcher = PlanMatcher(self.ledger, self._report, self._in_flight)
         self._depth = config.pipeline_depth
         self._features = self.capabilities.features
         self._usage = Usage()
@@ -306,7 +306,7 @@ class Session:
             ledger.declare(self.engine.capabilities)  # a null block may be set aside only when it is first needed
         facts = StepFacts(plan, list(ledger.running.values()), free, facts_usage)
         facts.in_flight = len(self._in_flight)
-        if not self._match_plan(facts):
+        if not self._matcher.match(facts):
             return False
         for before_step in self._before_step:
             before_step(facts)
@@ -349,123 +349,6 @@ class Session:
         self.ledger.saw("blocks held after their use")
         return figure
 
-    def _match_plan(self, facts: StepFacts) -> bool:
-        """Find the record of everything the plan names. False when the plan names what it may not."""
-        ledger, plan = self.ledger, facts.plan
-        for preemption in plan.preempted:
-            request = ledger.live.get(preemption.request_id)
-            if request is None:
-                return self._wrong_plan(preemption.request_id, "preempts", plan)
-            if preemption.seq is not None and any(
-                not record.settled for record in request.sequences if record.seq != preemption.seq
-            ):
-                self._set_aside(request.sequences[preemption.seq], preemption.mode, plan.step)
-            else:
-                facts.preempted.append((request, preemption))
-        self._check_device_calls(plan)
-        seen: set[SequenceKey] = set()
-        for sequence in self._without_aborted(facts):
-            request = ledger.live.get(sequence.request_id)
-            if request is None:
-                return self._wrong_plan(sequence.request_id, "runs", plan)
-            if not self._is_whole(sequence, request, plan):
-                return False
-            key = (sequence.request_id, sequence.seq)
-            if self.capabilities.sequences_apart and not request.forked and (sequence.seq or sequence.samples):
-                ledger.fork_ahead(request)
-            record = request.sequences[sequence.seq] if sequence.seq < len(request.sequences) else None
-            if record is None or key in seen or (record.done and not self._still_in_flight(record)):
-                what = "twice" if key in seen else "before its fork" if record is None else "after its last token"
-                self._report(
-                    "PRG-5",
-                    f"step {plan.step} runs sequence {sequence.seq} of {sequence.request_id} {what}",
-                    expected="each unfinished sequence at most once in a step",
-                    got=_span(sequence),
-                )
-                return False
-            seen.add(key)
-            if sequence.draft_tokens:
-                self._settle_drafts(record, sequence)
-            if sequence.seq and not record.tables and sequence.first < min(record.computed, record.len_min - 1):
-                record.computed = 0  # there was no room to fork it: it starts anew
-            if sequence.optimistic:
-                sequence.first -= sum(record.rejected.values())
-            facts.rows.append(self._row(record, sequence))
-        return True
-
-    def _is_whole(self, sequence: SequencePlan, request: RequestRecord, plan: StepPlan) -> bool:
-        """False when it takes a token without running a position. Raises `AdapterError` for what no engine can say."""
-        if sequence.num_tokens == 0 and sequence.samples:
-            self._report(
-                "PRG-5",
-                f"step {plan.step} takes a token for {sequence.request_id} and runs none of its positions",
-                expected="a position to compute the token from; a hit on a whole prompt leaves none",
-                got=f"{sequence.first} positions from the cache and 0 to run",
-            )
-            return False
-        if (
-            sequence.num_tokens < (0 if self.capabilities.sequences_apart else 1)
-            or sequence.first < 0
-            or not 0 <= sequence.seq < request.spec.n
-            or len(sequence.block_tables) != max(1, len(self.config.kv_cache_groups))
-        ):
-            raise AdapterError(f"step {plan.step}: malformed {sequence!r}")
-        return True
-
-    def _without_aborted(self, facts: StepFacts) -> list[SequencePlan]:
-        """The plan's sequences without those of aborted requests that may still be planned, which are set aside."""
-        if not self.capabilities.aborted_steps:
-            return facts.plan.sequences
-        others = []
-        for sequence in facts.plan.sequences:
-            request = self.ledger.requests.get(sequence.request_id)
-            if request is None or request.state is not RequestState.ABORTED or not request.aborted_steps:
-                others.append(sequence)
-                continue
-            request.aborted_steps -= 1
-            facts.aborted.append((request.sequences[sequence.seq], sequence))
-        return others
-
-    @staticmethod
-    def _settle_drafts(record: SequenceRecord, sequence: SequencePlan) -> None:
-        """What the model runner runs as drafts: its own, if the engine does not know them, and no token for padding."""
-        known = record.drafts if sequence.optimistic else sequence.draft_tokens
-        sequence.draft_tokens = [
-            known[index] if index < len(known) and known[index] >= 0 else PADDING_TOKEN
-            for index in range(len(sequence.draft_tokens))
-        ]
-
-    def _check_device_calls(self, plan: StepPlan) -> None:
-        for call in plan.device_calls:
-            known = all(key[0] in self.ledger.requests for key in [*call.rows, *(call.returned or ())])
-            if not known or not len(call.rows) == len(call.lines) == len(call.positions) > 0:
-                raise AdapterError(f"step {plan.step}: malformed {call!r}")
-
-    def _row(self, record: SequenceRecord, sequence: SequencePlan) -> Row:
-        request = record.request
-        return Row(
-            record,
-            sequence,
-            admitted=request.admitted_step is None,
-            resumed=request.spec.request_id in self.ledger.preempted,
-        )
-
-    def _still_in_flight(self, record: SequenceRecord) -> bool:
-        """A sequence that stopped in a step not yet committed: the engine could not know."""
-        return any(plan.step == record.done_at_step for plan, _ in self._in_flight)
-
-    def _wrong_plan(self, rid: str, verb: str, plan: StepPlan) -> bool:
-        request = self.ledger.requests.get(rid)
-        if request is None:
-            raise AdapterError(f"step {plan.step} {verb} {rid!r}, a request that was never added")
-        self._report(
-            "PRG-6" if request.state is RequestState.ABORTED else "PRG-5",
-            f"step {plan.step} {verb} {rid}, which was {request.state.value}",
-            expected="live requests only",
-            got=", ".join(_span(s) for s in plan.sequences if s.request_id == rid) or verb,
-        )
-        return False
-
     def _apply_queue_changes(self, facts: StepFacts) -> None:
         ledger = self.ledger
         running = {row.record.request.spec.request_id for row in facts.rows}
@@ -476,7 +359,7 @@ class Session:
                     "ACC-7",
                     f"step {facts.plan.step} preempts {rid} and runs it",
                     expected="a preempted request holds no block and does not run",
-                    got=", ".join(_span(s) for s in facts.plan.sequences if s.request_id == rid),
+                    got=", ".join(span(s) for s in facts.plan.sequences if s.request_id == rid),
                 )
             self._preempt(request, preemption.mode, facts.plan.step)
         for rejection in facts.plan.rejected:
@@ -497,15 +380,6 @@ class Session:
             for record in request.sequences:
                 record.set_aside_step = step
         self.preemptions += 1
-
-    def _set_aside(self, record: SequenceRecord, mode: str, step: int) -> None:
-        """One of several sequences is off the running set before ``step`` runs; it does not count as a preemption."""
-        self.ledger.saw("one of several sequences preempted")
-        self.ledger.set_tables(record, [])
-        record.set_aside_step = step
-        record.len_min = min(record.len_min, len(record.tokens))
-        if mode == "recompute":
-            record.computed = 0
 
     def _note_preemption(self, request: RequestRecord) -> None:
         saw = self.ledger.saw
@@ -675,9 +549,3 @@ def _dropped(record: SequenceRecord, step: int, result: CommitResult) -> bool:
     request = record.request
     away = request.preempted_step is not None and request.preempted_step > step
     return away and request.spec.n == 1 and all(one.request_id != record.key[0] for one in result.finished)
-
-
-def _span(sequence: SequencePlan) -> str:
-    return (
-        f"{sequence.request_id}/{sequence.seq} positions {sequence.first} to {sequence.first + sequence.num_tokens - 1}"
-    )

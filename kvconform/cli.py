@@ -56,6 +56,7 @@ FINDINGS = Path("kvconform-findings")
 
 app = typer.Typer(
     no_args_is_help=True,
+    rich_markup_mode="markdown",  # in its default mode a help text loses what stands in brackets
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -131,3 +131,14 @@ def test_a_wrong_word_is_refused(word: str) -> None:
 def test_no_engine_at_all_is_refused_with_an_example() -> None:
     with pytest.raises(ConfigRefused, match="kvconform matrix reference smol-vllm"):
         entries_of([], None)
+
+
+def test_the_help_shows_what_stands_in_brackets(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    with pytest.raises(SystemExit):
+        main(["matrix", "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "'ENGINE[key=value,...]'" in printed
+    assert "[[column]]" in printed
