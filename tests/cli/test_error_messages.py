@@ -143,7 +143,7 @@ def test_a_message_is_whole(error: Provoked, files: dict[str, str], capsys: pyte
         ("replay", "Missing argument"),
         ("fuzz reference --steps 0", "Invalid value for '--steps'"),
         ("report x --format pie", "expected one of terminal"),
-        ("check reference smol-vllm --label both", "expected one engine"),
+        ("check reference reference --label both", "expected one engine"),
     ],
 )
 def test_what_the_parser_says_ends_with_the_command_for_help(
