@@ -254,7 +254,7 @@ def test_an_engine_that_hangs_is_a_finding_with_its_trace(tmp_path: Path) -> Non
 
 
 def test_interrupting_keeps_what_was_found(tmp_path: Path) -> None:
-    # A shell starts what it puts in the background with interrupts ignored, which children inherit; a handler they do not.
+    # A shell starts what it puts in the background with interrupts ignored, which its children inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         command("fuzz", "reference", TOUCHED, "--steps=100000000"),
