@@ -30,11 +30,14 @@ FOLDED_MIN = 4
 
 _NUMBERS = re.compile(r"\br?\d+(/\d+)?\b|-\d+")
 _LISTS = re.compile(r"\[[^\]]*\]|(?:#, )+#")
+_WHERE_IT_WAS_STOPPED = re.compile(r"(raised (?:EngineHung|MemoryExhausted): ).*")
+"""The place says when the watchdog came, and nothing of the fault."""
 
 
 def normalised(violation: Violation) -> str:
     """The requirement and the message with every number, name and list replaced: what two findings share."""
-    return f"{violation.requirement} {_LISTS.sub('#', _NUMBERS.sub('#', violation.message))}"
+    message = _WHERE_IT_WAS_STOPPED.sub(r"\1", violation.message)
+    return f"{violation.requirement} {_LISTS.sub('#', _NUMBERS.sub('#', message))}"
 
 
 class Shrunk(msgspec.Struct, kw_only=True):

@@ -156,6 +156,16 @@ def test_findings_are_told_apart_by_words_not_numbers(*, one: str, other: str, s
     assert (texts[0] == texts[1]) is same
 
 
+@pytest.mark.parametrize("kind", ["EngineHung", "MemoryExhausted"])
+def test_an_engine_that_is_stopped_elsewhere_has_done_the_same(kind: str) -> None:
+    here, there = (
+        normalised(Violation(requirement="PRG-8", message=f"schedule raised {kind}: (no message) at {place}"))
+        for place in ("a.py:45 in decide", "b.py:7 in __len__")
+    )
+    assert here == there
+    assert here != normalised(Violation(requirement="PRG-8", message="schedule raised KeyError: at a.py:45 in decide"))
+
+
 def test_the_fingerprint_follows_the_shape_of_the_trace() -> None:
     shrunk = Shrinker(touched).shrink(CONFIG, OPERATIONS, first_violation())
     longer = msgspec.structs.replace(shrunk, operations=[*shrunk.operations, Step()])
