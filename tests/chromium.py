@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -64,3 +65,12 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
     for context in contexts:
         context.close()
     assert said == []
+
+
+@pytest.fixture(scope="module")
+def axe() -> Any:
+    """The accessibility rules of axe-core."""
+    try:
+        return importlib.import_module("axe_playwright_python.sync_playwright").Axe()
+    except ModuleNotFoundError:
+        return missing("axe-core is not installed (pip install axe-playwright-python)")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from chromium import missing
 from samples import conformance_page, trace_page_of_a_finding
 
 pytest_plugins = ("chromium",)
@@ -30,14 +28,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     table = conformance_page(folder / "site")
     record = table.with_name("track-record.html")
     return {"trace": trace_page_of_a_finding(folder), "conformance": table, "track-record": record}
-
-
-@pytest.fixture(scope="module")
-def axe() -> Any:
-    try:
-        return importlib.import_module("axe_playwright_python.sync_playwright").Axe()
-    except ModuleNotFoundError:
-        return missing("axe-core is not installed (pip install axe-playwright-python)")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
