@@ -24,13 +24,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from conformance.adapters.reference import make  # noqa: E402 - found in this very tree
-from conformance.check import check  # noqa: E402
-from conformance.engines import load as load_engine  # noqa: E402
-from conformance.protocol import EngineConfig  # noqa: E402
-from conformance.requirements import load  # noqa: E402
-from conformance.scenarios import CaseOutcome  # noqa: E402
-from fuzz.bugbench.assertions import without_assertions  # noqa: E402
-from fuzz.driver import Driver  # noqa: E402
+from conformance.check import check  # noqa: E402 - as above
+from conformance.engines import load as load_engine  # noqa: E402 - as above
+from conformance.protocol import EngineConfig  # noqa: E402 - as above
+from conformance.requirements import load  # noqa: E402 - as above
+from conformance.scenarios import CaseOutcome  # noqa: E402 - as above
+from fuzz.bugbench.assertions import without_assertions  # noqa: E402 - as above
+from fuzz.driver import Driver  # noqa: E402 - as above
 
 CPU_SECONDS_MAX = 120
 STEPS_FIRST = 1_500

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from conformance.adapters._pages import pages_of
 from conformance.adapters._stand_ins import stood_in
 from conformance.protocol import (
     AdapterError,
@@ -269,7 +270,7 @@ class MiniSglangEngine:
                     request_id=request_id,
                     first=first,
                     num_tokens=length,
-                    block_tables=[self._pages(request_id, slots)],
+                    block_tables=[pages_of(request_id, slots, self._page_size)],
                     samples=not isinstance(req, modules().scheduler.ChunkedReq),
                     token_ids=None if self._overlaps and batch.is_decode else tokens[start : start + length],
                 )
@@ -278,15 +279,6 @@ class MiniSglangEngine:
             req.complete_one()
         zeros = lib.torch.zeros(len(batch.reqs), dtype=lib.torch.int32)
         return _Output(zeros, zeros.clone(), SimpleNamespace(synchronize=_nothing))
-
-    def _pages(self, request_id: RequestId, slots: list[int]) -> list[BlockId]:
-        """The pages that ``slots`` fill in order. Raises `EngineFault` when they are not those of whole pages."""
-        size = self._page_size
-        pages = [slot // size for slot in slots[::size]]
-        for position, slot in enumerate(slots):
-            if slot != pages[position // size] * size + position % size:
-                raise EngineFault(f"position {position} of {request_id} lies in slot {slot}, off its page: {slots}")
-        return pages
 
     def commit(self, step: int, sampled: Mapping[SequenceKey, Sampled]) -> CommitResult:
         """Give the oldest step in flight its tokens and let the scheduler process them."""

@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from conformance.adapters._pages import pages_of
 from conformance.adapters._sglang_config import PAGES_RESERVED, arguments_of, capabilities_of
 from conformance.adapters._sglang_engine import build, modules
 from conformance.protocol import (
@@ -243,21 +244,12 @@ class SglangEngine:
                         request_id=request_id,
                         first=end - length,
                         num_tokens=length,
-                        block_tables=[self._pages(request_id, slots)],
+                        block_tables=[pages_of(request_id, slots, self._page_size)],
                         samples=req is not batch.chunked_req,
                         token_ids=None if min(inputs) < 0 else inputs,
                     )
                 )
             start += length
-
-    def _pages(self, request_id: RequestId, slots: list[int]) -> list[BlockId]:
-        """The pages that ``slots`` fill in order. Raises `EngineFault` when they are not those of whole pages."""
-        size = self._page_size
-        pages = [slot // size for slot in slots[::size]]
-        for position, slot in enumerate(slots):
-            if slot != pages[position // size] * size + position % size:
-                raise EngineFault(f"position {position} of {request_id} lies in slot {slot}, off its page: {slots}")
-        return pages
 
     def commit(self, step: int, sampled: Mapping[SequenceKey, Sampled]) -> CommitResult:
         """Give the oldest step in flight its tokens and let the scheduler process them."""
