@@ -16,18 +16,22 @@ SHRINK_SEEDS: Final = 5
 
 
 class Plan(msgspec.Struct, kw_only=True, frozen=True):
-    """What a bench does. ``seeds``: 1 to that many. ``shrink_seeds``: of so many the swarm's trace is shrunk."""
+    """What a bench does.
+
+    ``seeds``: that many, from ``first_seed`` on. ``shrink_seeds``: of seeds up to this the swarm's trace is shrunk.
+    """
 
     faults: tuple[str, ...]
     fuzzers: tuple[str, ...] = tuple(BUDGETS)
     seeds: int = SEEDS
+    first_seed: int = 1
     shrink_seeds: int = SHRINK_SEEDS
     budgets: dict[str, int] = msgspec.field(default_factory=lambda: dict(BUDGETS))
     assertions: bool = False
 
     def cells(self) -> Iterator[tuple[str, str, int]]:
         """(fault, fuzzer, seed) of every cell, those of one seed before those of the next."""
-        for seed in range(1, self.seeds + 1):
+        for seed in range(self.first_seed, self.first_seed + self.seeds):
             for fault in self.faults:
                 for fuzzer in self.fuzzers:
                     yield fault, fuzzer, seed
