@@ -67,7 +67,7 @@
     pen.fillStyle = colour(request);
     pen.globalAlpha = grey ? 0.12 : hold === LEFT ? 0.16 : 1;
     pen.fillRect(x, y, w, h);
-    if (!fine) { pen.globalAlpha = 1; return; }
+    if (!fine) return; // who draws many sets it back once
     if (hold === LEFT) {
       pen.globalAlpha = grey ? 0.2 : 0.75; pen.strokeStyle = colours.left; pen.lineWidth = 1;
       pen.save(); pen.beginPath(); pen.rect(x, y, w, h); pen.clip(); pen.beginPath();
@@ -133,6 +133,7 @@
         }
       }
     }
+    pen.globalAlpha = 1;
     if (fine) {
       pen.fillStyle = colours.text;
       for (let c = c0; c <= c1; c++)
