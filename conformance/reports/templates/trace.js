@@ -8,11 +8,13 @@
   const ON_PALETTE = ["#fff", "#111", "#fff", "#111", "#111", "#fff", "#111", "#fff"];
   const [HELD, SHARED, LEFT, NULL] = [0, 1, 2, 3];
   const HOLDS = ["held by", "shared by", "free; still contains the KV of", "the null block"];
+  const OPACITY = { grey: 0.12, left: 0.16 };
   const GUTTER = 54, HEAD = 18, LANE = 15;
   const steps = D.steps.length, count = D.blocks;
   const rowStart = new Int32Array(count + 1);
   for (const span of D.spans) rowStart[span[0] + 1]++;
   for (let b = 0; b < count; b++) rowStart[b + 1] += rowStart[b];
+  const spanFirst = Int32Array.from(D.spans, (span) => span[1]), spanLast = Int32Array.from(D.spans, (span) => span[2]);
 
   const view = { x: 0, y: 0, cw: 16, ch: 14, laneY: 0 };
   const at = { column: 0, block: 0 };
@@ -46,28 +48,29 @@
   const requestOf = (owner) => D.owners[owner][1];
   const greyed = (block, owners) => {
     if (pinnedBlock >= 0) return block !== pinnedBlock;
-    if (pinnedRequest >= 0) return !owners.some((owner) => requestOf(owner) === pinnedRequest);
-    if (filter) return !owners.some((owner) => filter.has(requestOf(owner)));
-    return false;
+    if (pinnedRequest < 0 && !filter) return false;
+    for (const owner of owners) if (pinnedRequest >= 0 ? requestOf(owner) === pinnedRequest : filter.has(requestOf(owner))) return false;
+    return true;
   };
   const laneGreyed = (lane) => (pinnedRequest >= 0 ? lane !== pinnedRequest : filter ? !filter.has(lane) : false);
   const colour = (request) => PALETTE[request % PALETTE.length];
 
-  // One cell, or a run of equal cells. Every state has a shape of its own beside its colour.
-  const paint = (pen, x, y, w, h, hold, owners, grey, fine) => {
+  // A run of equal cells. Every state has a shape of its own beside its colour.
+  const paint = (pen, x, y, w, h, hold, owners, grey) => {
     if (hold === NULL) {
-      pen.globalAlpha = 1; pen.fillStyle = colours.null; pen.fillRect(x, y, w, h);
-      if (fine) { pen.strokeStyle = colours.quiet; pen.lineWidth = 1; pen.beginPath();
-        for (let i = x; i < x + w; i += Math.max(8, h)) { pen.moveTo(i + 2, y + 2); pen.lineTo(Math.min(i + h, x + w) - 2, y + h - 2);
-          pen.moveTo(Math.min(i + h, x + w) - 2, y + 2); pen.lineTo(i + 2, y + h - 2); }
-        pen.stroke(); }
+      pen.fillStyle = colours.null; pen.fillRect(x, y, w, h);
+      pen.strokeStyle = colours.quiet; pen.lineWidth = 1; pen.beginPath();
+      for (let i = x; i < x + w; i += Math.max(8, h)) {
+        pen.moveTo(i + 2, y + 2); pen.lineTo(Math.min(i + h, x + w) - 2, y + h - 2);
+        pen.moveTo(Math.min(i + h, x + w) - 2, y + 2); pen.lineTo(i + 2, y + h - 2);
+      }
+      pen.stroke();
       return;
     }
     const request = owners.length ? requestOf(owners[0]) : 0;
     pen.fillStyle = colour(request);
-    pen.globalAlpha = grey ? 0.12 : hold === LEFT ? 0.16 : 1;
+    pen.globalAlpha = grey ? OPACITY.grey : hold === LEFT ? OPACITY.left : 1;
     pen.fillRect(x, y, w, h);
-    if (!fine) return; // who draws many sets it back once
     if (hold === LEFT) {
       pen.globalAlpha = grey ? 0.2 : 0.75; pen.strokeStyle = colours.left; pen.lineWidth = 1;
       pen.save(); pen.beginPath(); pen.rect(x, y, w, h); pen.clip(); pen.beginPath();
@@ -104,13 +107,50 @@
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
     overlay(pen, height, true);
   };
+  // The two ways to draw the cells: with a shape and a name each where there is room for it; otherwise, where there may be
+  // tens of thousands, straight into the pixels, each state in its colour.
+  const drawn = (pen, right, height) => {
+    pen.fillStyle = colours.empty; pen.fillRect(GUTTER, HEAD, right - GUTTER, height - HEAD);
+    return {
+      paint: (x, y, w, h, hold, owners, grey) => {
+        paint(pen, x, y, w, h, hold, owners, grey);
+        if (hold > SHARED || view.ch < 12 || w <= 24 || grey) return;
+        pen.fillStyle = ON_PALETTE[requestOf(owners[0]) % PALETTE.length]; pen.font = "10px sans-serif"; pen.textBaseline = "middle";
+        pen.fillText(owners.map((owner) => D.owners[owner][0]).join(" "), x + 3, y + view.ch / 2, w - 4);
+      },
+      done: () => {},
+    };
+  };
+  const pixels = (pen, right, height) => {
+    const ratio = window.devicePixelRatio || 1, left = Math.round(GUTTER * ratio), top = Math.round(HEAD * ratio);
+    const across = Math.max(1, Math.round(right * ratio) - left), down = Math.max(1, Math.round(height * ratio) - top);
+    const image = pen.createImageData(across, down), words = new Uint32Array(image.data.buffer);
+    const empty = channels(pen, colours.empty), flat = (style, alpha) => word(channels(pen, style), empty, alpha);
+    const shades = [1, OPACITY.left, OPACITY.grey].map((alpha) => PALETTE.map((style) => flat(style, alpha)));
+    const nothing = flat(colours.null, 1);
+    words.fill(flat(colours.empty, 1));
+    return {
+      paint: (x, y, w, h, hold, owners, grey) => {
+        const shade = hold === NULL ? nothing : shades[grey ? 2 : hold === LEFT ? 1 : 0][(owners.length ? requestOf(owners[0]) : 0) % PALETTE.length];
+        const x0 = Math.max(0, Math.round(x * ratio) - left), x1 = Math.min(across, Math.max(x0 + 1, Math.round((x + w) * ratio) - left));
+        const y0 = Math.max(0, Math.round(y * ratio) - top), y1 = Math.min(down, Math.max(y0 + 1, Math.round((y + h) * ratio) - top));
+        for (let row = y0 * across; row < y1 * across; row += across) words.fill(shade, row + x0, row + x1);
+      },
+      done: () => pen.putImageData(image, left, top),
+    };
+  };
+  const channels = (pen, style) => { pen.fillStyle = style; return [1, 3, 5].map((i) => parseInt(pen.fillStyle.slice(i, i + 2), 16)); };
+  // A pixel as the machine keeps it: bytes in the order red, green, blue, opacity.
+  const word = (over, under, alpha) =>
+    new Uint32Array(Uint8Array.from([...over.map((value, i) => Math.round(value * alpha + under[i] * (1 - alpha))), 255]).buffer)[0];
   const renderBlocks = (pen, width, height) => {
     pen.fillStyle = colours.ground; pen.fillRect(0, 0, width, height);
-    pen.fillStyle = colours.empty; pen.fillRect(GUTTER, HEAD, Math.min(width - GUTTER, (steps - view.x) * view.cw), height - HEAD);
     const c0 = Math.floor(view.x), c1 = Math.min(steps - 1, Math.ceil(view.x + inner() / view.cw));
     const b0 = Math.floor(view.y), b1 = Math.min(count - 1, Math.ceil(view.y + rowsShown()));
     const fine = view.cw >= 4 && view.ch >= 6, gap = view.ch >= 5 ? 1 : 0;
+    const right = GUTTER + Math.min(width - GUTTER, (steps - view.x) * view.cw);
     pen.save(); pen.beginPath(); pen.rect(GUTTER, HEAD, width - GUTTER, height - HEAD); pen.clip();
+    const cells = fine ? drawn(pen, right, height) : pixels(pen, right, height);
     // Where rows or spans are thinner than a pixel, one of those that fall on it is drawn.
     let lastRow = -1;
     for (let b = b0; b <= b1; b++) {
@@ -119,21 +159,18 @@
       lastRow = Math.floor(y);
       let drawnTo = -1;
       let low = rowStart[b], high = rowStart[b + 1];
-      while (low < high) { const mid = (low + high) >> 1; if (D.spans[mid][2] < c0) low = mid + 1; else high = mid; }
-      for (let i = low; i < rowStart[b + 1] && D.spans[i][1] <= c1; i++) {
-        const [, first, last, hold, owners] = D.spans[i];
+      while (low < high) { const mid = (low + high) >> 1; if (spanLast[mid] < c0) low = mid + 1; else high = mid; }
+      for (let i = low; i < rowStart[b + 1] && spanFirst[i] <= c1; i++) {
+        const first = spanFirst[i], last = spanLast[i];
         const x = GUTTER + (first - view.x) * view.cw, w = Math.max(1, (last - first + 1) * view.cw - gap);
-        const left = Math.max(x, GUTTER), right = Math.min(x + w, width);
-        if (view.cw < 1 && right - left <= 1 && Math.floor(left) === drawnTo) continue;
-        drawnTo = Math.floor(left);
-        paint(pen, left, y, Math.max(1, right - left), Math.max(1, view.ch - gap), hold, owners, greyed(b, owners), fine);
-        if (hold <= SHARED && fine && view.ch >= 12 && right - left > 24 && !greyed(b, owners)) {
-          pen.fillStyle = ON_PALETTE[requestOf(owners[0]) % PALETTE.length]; pen.font = "10px sans-serif"; pen.textBaseline = "middle";
-          pen.fillText(owners.map((owner) => D.owners[owner][0]).join(" "), left + 3, y + view.ch / 2, right - left - 4);
-        }
+        const from = Math.max(x, GUTTER), to = Math.min(x + w, width);
+        if (view.cw < 1 && to - from <= 1 && Math.floor(from) === drawnTo) continue;
+        drawnTo = Math.floor(from);
+        const hold = D.spans[i][3], owners = D.spans[i][4];
+        cells.paint(from, y, Math.max(1, to - from), Math.max(1, view.ch - gap), hold, owners, greyed(b, owners));
       }
     }
-    pen.globalAlpha = 1;
+    cells.done();
     if (fine) {
       pen.fillStyle = colours.text;
       for (let c = c0; c <= c1; c++)
@@ -385,11 +422,11 @@
     };
     const owners = D.owners.length > 1 ? [0, 1] : [0, 0];
     if (D.owners.length) {
-      entry((pen) => paint(pen, 1, 1, 22, 14, HELD, owners, false, true), "held, coloured by request");
-      entry((pen) => paint(pen, 1, 1, 22, 14, SHARED, owners, false, true), "shared: two halves");
-      entry((pen) => paint(pen, 1, 1, 22, 14, LEFT, owners, false, true), "free, hatched: still contains KV, perhaps cached");
+      entry((pen) => paint(pen, 1, 1, 22, 14, HELD, owners, false), "held, coloured by request");
+      entry((pen) => paint(pen, 1, 1, 22, 14, SHARED, owners, false), "shared: two halves");
+      entry((pen) => paint(pen, 1, 1, 22, 14, LEFT, owners, false), "free, hatched: still contains KV, perhaps cached");
     }
-    entry((pen) => paint(pen, 1, 1, 22, 14, NULL, [], false, true), "the null block");
+    entry((pen) => paint(pen, 1, 1, 22, 14, NULL, [], false), "the null block");
     entry((pen) => { pen.fillStyle = colours.text; pen.fillRect(1, 11, 22, 3); }, "written in this step");
     ["waiting", "prefill", "recompute: once more after a preemption", "decode", "holds blocks, does not run", "preempted", "swapped out"].forEach((text, n) =>
       entry((pen) => { lanePart(pen, 1, 0, 22, n, 0); }, text));
