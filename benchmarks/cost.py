@@ -1,6 +1,7 @@
 """What the harness costs, in CPU time.
 
     python benchmarks/cost.py driver    [--engine NAME] [--steps N]   steps per second, harness apart from engine
+    python benchmarks/cost.py running   [--engine NAME] [--steps N]   the same for 4 requests that do nothing but decode
     python benchmarks/cost.py pool      [--steps N]                   the same workload on 64 and on 16,384 blocks
     python benchmarks/cost.py machine   [--examples N]                Hypothesis machine against an empty one
     python benchmarks/cost.py wire      [--engine NAME] [--steps N]   the same steps in process and over the wire
@@ -124,6 +125,27 @@ def driver(engine: str, steps: int, pinned: dict[str, Any]) -> None:
     print(f"  {plain[1] / plain[0]:,.0f} steps per CPU second ({1e6 * plain[0] / plain[1]:.1f} us a step)")
     print(f"  engine  {1e6 * inside / plain[1]:6.1f} us a step")
     print(f"  harness {1e6 * harness / plain[1]:6.1f} us a step ({100 * harness / plain[0]:.0f} % of the whole)")
+
+
+def running(engine: str, steps: int) -> None:
+    """What the harness adds to a step of an engine that serves 4 requests: no request comes or goes but at the ends."""
+    factory = load(engine).factory
+    count = 395
+    config = EngineConfig(
+        num_blocks=256, block_size=16, max_num_seqs=4, max_model_len=512, max_num_batched_tokens=512,
+    )  # fmt: skip
+    operations: list[Operation] = [Add(prompt_len=64, max_tokens=count + 5)] * 4 + [Step()] * count
+    plain = inside = float("inf")
+    for _ in range(max(1, steps // count)):  # in turns, so that what disturbs one disturbs the other
+        plain = min(plain, _session_seconds(factory, config, operations))
+        meter = {"engine": 0.0, "calls": 0.0}
+        _session_seconds(lambda config, meter=meter: Timed(factory(config), meter), config, operations)  # type: ignore[misc]
+        inside = min(inside, meter["engine"] - meter["calls"] * _clock_seconds() / 2)
+    print(f"{engine}, 4 running requests, {count} steps, all oracles on, in us a step")
+    print(
+        f"  engine {1e6 * inside / count:.1f}, harness {1e6 * (plain - inside) / count:.1f}: "
+        f"{100 * (plain - inside) / inside:.0f} % of the engine's own time"
+    )
 
 
 def _clock_seconds() -> float:
@@ -285,7 +307,7 @@ def _with_meter(
 def main() -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("driver", "pool", "machine", "wire"))
+    parser.add_argument("what", choices=("driver", "running", "pool", "machine", "wire"))
     parser.add_argument("--engine", default="reference")
     parser.add_argument("--steps", type=int, default=30000)
     parser.add_argument("--examples", type=int, default=200)
@@ -293,6 +315,8 @@ def main() -> None:
     if arguments.what == "driver":
         small = {"max_num_seqs": 6, "num_blocks": 14} if arguments.engine == "reference" else {}
         driver(arguments.engine, arguments.steps, small)
+    elif arguments.what == "running":
+        running(arguments.engine, arguments.steps)
     elif arguments.what == "pool":
         pool(min(arguments.steps, 5000))
     elif arguments.what == "wire":

@@ -5,9 +5,9 @@ check of every position that attention reads. It is to block accounting what Add
 and needs nothing from the engine but its plans.
 
 Cost: memory and time follow what was written, never the size of the pool. Every change of a block gives it
-a new *stamp*; a reader that has verified a block under its present stamp need not look at its slots again,
-so a decode step costs one comparison per block of the table and one slot. A reader keeps, per logical
-block, the stamp under which it saw the block full and right.
+a new *stamp*, from a clock that all share; a reader keeps, per logical block, which block it saw full and right
+and under which stamp, and need not look at its slots again while both stand. While no block changes at all, a
+decode step costs one comparison of tables and one slot.
 
 Writes of a pass come before its reads: a full-attention layer writes all KV of the pass before it reads,
 so a request may hit a block that another request fills in the same pass.
@@ -33,15 +33,21 @@ class Mismatch(NamedTuple):
 
 
 class Reader:
-    """What one sequence has verified: per logical block the stamp it was last seen right under."""
+    """What one sequence has verified: per logical block which one was last seen right, and under which stamp.
 
-    __slots__ = ("stamps",)
+    ``clock``: the time at which all of them were.
+    """
+
+    __slots__ = ("blocks", "clock", "stamps")
 
     def __init__(self) -> None:
+        self.blocks: list[BlockId] = []
         self.stamps: list[int] = []
+        self.clock = 0
 
     def forget(self) -> None:
         """Verify every block anew, because the table was replaced."""
+        self.blocks.clear()
         self.stamps.clear()
 
 
@@ -123,25 +129,27 @@ class ShadowKV:
         O(blocks of the table) for what was verified before and is untouched, O(slots) for the rest.
         """
         size = self._block_size
-        stamps = reader.stamps
-        known = self._stamps
+        blocks, stamps = reader.blocks, reader.stamps
+        verified = len(blocks)
         full = end // size
-        for index in range(start // size, (end + size - 1) // size):
+        first = start // size
+        if reader.clock == self._clock and table[:verified] == blocks:
+            first = max(first, verified)
+        for index in range(first, -(-end // size)):
             block = table[index]
-            stamp = known.get(block, 0)
-            if index < len(stamps) and stamps[index] == (block << 40 | stamp):
+            stamp = self._stamps.get(block, 0)
+            if index < verified and blocks[index] == block and stamps[index] == stamp:
                 continue
-            low = max(start, index * size)
-            high = min(end, (index + 1) * size)
-            slots = self._blocks.get(block)
             base = index * size
+            low, high = max(start, base), min(end, base + size)
+            slots = self._blocks.get(block)
             if slots is None or slots[low - base : high - base] != nodes[low:high]:
                 for position in range(low, high):
                     found = EMPTY if slots is None else slots[position - base]
                     if found != nodes[position]:
                         return Mismatch(position, block, nodes[position], found)
-            if index < full and index == len(stamps) and low == base:
-                stamps.append(block << 40 | stamp)
-            elif index < len(stamps) and low == base and index < full:
-                stamps[index] = block << 40 | stamp
+            if index < full and low == base and index <= len(blocks):
+                blocks[index : index + 1], stamps[index : index + 1] = [block], [stamp]
+        if start == 0 and full >= len(blocks):
+            reader.clock = self._clock
         return None

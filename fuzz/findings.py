@@ -27,7 +27,7 @@ $message
 Fails for as long as the fault is there.
 """
 
-from kvconform import $names, EngineConfig, execute, load
+from kvconform import $names, execute, load
 
 CONFIG = EngineConfig($config)
 OPERATIONS = [
@@ -121,7 +121,7 @@ def keep(
 
 def ready_test(engine: str, version: str, shrunk: Shrunk) -> str:
     """A pytest file that fails for as long as the fault is there; it needs nothing but kvconform."""
-    names = ", ".join(sorted({type(operation).__name__ for operation in shrunk.operations}) or ["Add"])
+    names = ", ".join(sorted({"EngineConfig"} | {type(operation).__name__ for operation in shrunk.operations}))
     slug = file_name(f"{engine} {shrunk.violation.requirement}").replace("-", "_")
     return _TEST.substitute(
         engine=_in_docstring(engine),

@@ -25,8 +25,6 @@ EXECUTIONS_MAX = 2000
 REPLAYS = 3
 PAIRS_MAX = 12
 """Traces up to this many operations are also tried without any two of them, and with two of them in one."""
-FOLDED_MIN = 4
-"""Operations below which a trace reads better with short requests than with few."""
 
 _NUMBERS = re.compile(r"\br?\d+(/\d+)?\b|-\d+")
 _LISTS = re.compile(r"\[[^\]]*\]|(?:#, )+#")
@@ -177,7 +175,7 @@ class Shrinker:
     def _fold_operations(self) -> None:
         """Let one request do what took two operations, again and again."""
         progress = True
-        while progress and FOLDED_MIN <= len(self._operations) <= PAIRS_MAX:
+        while progress and len(self._operations) <= PAIRS_MAX:
             progress = any(self._try(config, operations) for config, operations in self._folded())
 
     def _folded(self) -> Iterator[tuple[EngineConfig, list[Operation]]]:

@@ -59,7 +59,7 @@ def test_an_engine_without_a_device_draws_what_it_always_drew() -> None:
         (broken.ForgetsWhoHasLine, 2),
         (broken.PrefillsBeforeDecodes, 2),
         (broken.TakesRowsInOrderOfLines, 3),
-        (broken.HandsOverOneToken, 3),
+        (broken.HandsOverOneToken, 2),
         (broken.CompiledTooLittle, 1),
     ],
 )

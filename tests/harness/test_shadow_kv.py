@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,11 +41,12 @@ ACTION = st.one_of(
     st.tuples(st.just("swap_out"), BLOCK, BLOCK),
     st.tuples(st.just("swap_in"), BLOCK, BLOCK),
     st.tuples(st.just("zero"), BLOCK),
-    st.tuples(st.just("verify"), st.integers(0, 2), st.integers(0, 5), st.integers(0, 6)),
+    st.tuples(st.just("own"), st.integers(0, 2), st.integers(0, 5), st.integers(0, 6)),
+    st.tuples(st.just("verify"), st.integers(0, 2), st.sampled_from((0, 0, 0, 1, 3)), st.integers(0, 6)),
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=400, deadline=None, derandomize=True)
 @given(
     actions=st.lists(ACTION, max_size=40),
     tables=st.lists(TABLE, min_size=3, max_size=3),
@@ -63,6 +65,12 @@ def test_readers_see_what_the_naive_model_sees(
                 for number in range(max(0, count)):
                     position = first + number
                     naive.device[table[position // SIZE], position % SIZE] = nodes[number]
+            case ("own", int(number), int(first), int(end)):  # what the reader expects
+                table, nodes = tables[number], expected[number]
+                end = min(end, len(table) * SIZE)
+                shadow.write(table, first, nodes[first:end])
+                for position in range(first, end):
+                    naive.device[table[position // SIZE], position % SIZE] = nodes[position]
             case ("copy", int(src), int(dst)):
                 shadow.copy(src, dst)
                 naive.put(naive.device, dst, naive.block(naive.device, src))
@@ -104,6 +112,28 @@ def test_an_overwrite_is_seen_by_who_had_verified_the_block() -> None:
     mismatch = shadow.verify(reader, [5], [11, 12], 0, 2)
     assert mismatch is not None
     assert (mismatch.position, mismatch.block, mismatch.expected, mismatch.found) == (1, 5, 12, 99)
+
+
+def test_another_block_in_the_table_is_looked_at_although_nothing_was_written() -> None:
+    shadow, reader = ShadowKV(2), Reader()
+    shadow.write([5, 6], 0, [11, 12, 13, 14])
+    shadow.write([7], 0, [99, 99])
+    assert shadow.verify(reader, [5, 6], [11, 12, 13, 14], 0, 4) is None
+    mismatch = shadow.verify(reader, [7, 6], [11, 12, 13, 14], 0, 4)
+    assert mismatch is not None
+    assert (mismatch.position, mismatch.block) == (0, 7)
+
+
+@pytest.mark.parametrize(("overwritten", "start", "end"), [(5, 2, 4), (6, 0, 2)])
+def test_an_overwrite_out_of_reach_is_seen_once_it_is_in_reach(overwritten: int, start: int, end: int) -> None:
+    shadow, reader = ShadowKV(2), Reader()
+    shadow.write([5, 6], 0, [11, 12, 13, 14])
+    assert shadow.verify(reader, [5, 6], [11, 12, 13, 14], 0, 4) is None
+    shadow.write([overwritten], 0, [99])
+    assert shadow.verify(reader, [5, 6], [11, 12, 13, 14], start, end) is None
+    mismatch = shadow.verify(reader, [5, 6], [11, 12, 13, 14], 0, 4)
+    assert mismatch is not None
+    assert mismatch.block == overwritten
 
 
 def test_memory_follows_what_is_written_not_the_pool() -> None:
