@@ -17,23 +17,17 @@ from conformance.protocol import (
     Request,
     RequestRefused,
     Sampled,
-    SequencePlan,
-    StepPlan,
 )
-from conformance.session import Session, Violation
+from conformance.session import Session
 
 if importlib.util.find_spec("lmdeploy") is None:
     pytest.skip("lmdeploy is not installed", allow_module_level=True)
 
-from conformance.adapters.lmdeploy_pytorch import LmdeployEngine, make
+from by_hand import ADAPTER_FAULTS, broken, extent, request, step
+from conformance.adapters.lmdeploy_pytorch import make
 from workloads import random_traffic
 
 pytestmark = pytest.mark.filterwarnings("default")  # importing torch and transformers warns
-
-ADAPTER_FAULTS = frozenset(
-    {"ACC-1", "ACC-2", "ACC-4", "ACC-5", "ACC-7", "ACC-9", "ACC-10", "KV-1", "KV-2", "KV-3", "KV-6", "PRG-5", "PRG-8"}
-)
-"""What an adapter that misreports would be seen by, where the engine is right."""
 
 
 def config_of(options: dict[str, OptionValue] | None = None, **fields: Any) -> EngineConfig:
@@ -41,43 +35,14 @@ def config_of(options: dict[str, OptionValue] | None = None, **fields: Any) -> E
     return EngineConfig(engine_options=options or {}, **given)
 
 
-def request(number: int, prompt_len: int, max_tokens: int, **fields: Any) -> Request:
-    prompt = [2 + (number * 13 + position * 5) % 40 for position in range(prompt_len)]
-    return Request(request_id=f"r{number}", prompt=prompt, max_tokens=max_tokens, arrival=number, **fields)
-
-
-def step(engine: LmdeployEngine, number: int, token: int = 7) -> StepPlan:
-    """Schedule, and commit a token for every sequence that samples."""
-    plan = engine.schedule()
-    sampled = {(one.request_id, 0): Sampled([token]) for one in plan.sequences if one.samples}
-    engine.commit(number, sampled)
-    return plan
-
-
-def shape(plan: SequencePlan) -> tuple[str, int, int, int]:
-    """Who runs, from which position, how many tokens, through how many blocks."""
-    return plan.request_id, plan.first, plan.num_tokens, len(plan.block_tables[0])
-
-
-def run(config: EngineConfig, *operations: Operation) -> list[Violation]:
-    return Session(make(config), config).run(operations)
-
-
-def broken(config: EngineConfig, *operations: Operation) -> set[str]:
-    return {violation.requirement for violation in run(config, *operations)}
-
-
-# ---------------------------------------------------------------------------------------------- from prompt to end
-
-
 def test_one_request_from_prompt_to_end() -> None:
     engine = make(config_of())
     engine.add_request(request(0, 20, 2))
-    (prompt,) = step(engine, 0, token=11).sequences
-    assert shape(prompt) == ("r0", 0, 20, 3)  # sixteen tokens are set aside behind the prompt
+    (prompt,) = step(engine, token=11).sequences
+    assert extent(prompt) == ("r0", 0, 20, 3)  # sixteen tokens are set aside behind the prompt
     assert prompt.token_ids == request(0, 20, 2).prompt
     plan = engine.schedule()
-    assert shape(plan.sequences[0]) == ("r0", 20, 1, 3)
+    assert extent(plan.sequences[0]) == ("r0", 20, 1, 3)
     assert plan.sequences[0].token_ids == [11]
     (finished,) = engine.commit(1, {("r0", 0): Sampled([12])}).finished
     assert finished.outputs == [[11, 12]]
@@ -88,10 +53,10 @@ def test_the_loop_sends_the_next_step_before_it_takes_the_tokens_of_the_last() -
     engine = make(config_of(pipeline_depth=2))
     engine.add_request(request(0, 20, 3))
     first, second = engine.schedule(), engine.schedule()
-    assert [shape(plan.sequences[0])[1:3] for plan in (first, second)] == [(0, 20), (20, 1)]
+    assert [extent(plan.sequences[0])[1:3] for plan in (first, second)] == [(0, 20), (20, 1)]
     assert second.sequences[0].token_ids is None  # still to be sampled
     assert engine.commit(0, {("r0", 0): Sampled([11])}).finished == []
-    assert shape(engine.schedule().sequences[0])[1:3] == (21, 1)
+    assert extent(engine.schedule().sequences[0])[1:3] == (21, 1)
     assert engine.commit(1, {("r0", 0): Sampled([12])}).finished == []
     engine.schedule()  # the engine does not know yet that the third token is the last
     (finished,) = engine.commit(2, {("r0", 0): Sampled([13])}).finished
@@ -115,7 +80,7 @@ def test_a_third_step_ahead_is_a_fault_of_whoever_asks() -> None:
 def test_a_stop_token_ends_a_sequence_as_the_model_agent_would() -> None:
     engine = make(config_of())
     engine.add_request(request(0, 5, 9, stop_token=42))
-    step(engine, 0, token=7)
+    step(engine, token=7)
     engine.schedule()
     (finished,) = engine.commit(1, {("r0", 0): Sampled([42])}).finished
     assert finished.outputs == [[7, 42]]
@@ -124,7 +89,7 @@ def test_a_stop_token_ends_a_sequence_as_the_model_agent_would() -> None:
 def test_a_prompt_over_the_budget_goes_in_chunks() -> None:
     engine = make(config_of(max_num_batched_tokens=32, enable_chunked_prefill=True))
     engine.add_request(request(0, 70, 2))
-    chunks = [step(engine, number).sequences[0] for number in range(3)]
+    chunks = [step(engine).sequences[0] for _ in range(3)]
     assert [(chunk.first, chunk.num_tokens, chunk.samples) for chunk in chunks] == [
         (0, 32, False),
         (32, 32, False),
@@ -135,7 +100,7 @@ def test_a_prompt_over_the_budget_goes_in_chunks() -> None:
 def test_kernel_blocks_are_told_as_the_blocks_they_belong_to() -> None:
     engine = make(config_of({"kernel_block_size": 16}, block_size=64, num_blocks=9, max_model_len=256))
     engine.add_request(request(0, 70, 2))
-    (prompt,) = step(engine, 0).sequences
+    (prompt,) = step(engine).sequences
     assert prompt.block_tables == [[1, 2]]
     assert engine.snapshot().held == {"r0": [[1, 2]]}
 
@@ -159,9 +124,9 @@ def test_who_is_preempted_keeps_its_blocks_until_they_are_wanted() -> None:
     engine = make(config_of(num_blocks=6))
     for number in range(2):
         engine.add_request(request(number, 10, 60))
-    plan = step(engine, 0)
-    for number in range(1, 30):
-        plan = step(engine, number)
+    plan = step(engine)
+    for _ in range(1, 30):
+        plan = step(engine)
         if plan.preempted:
             break
     (victim,) = plan.preempted
@@ -174,7 +139,7 @@ def test_who_is_preempted_keeps_its_blocks_until_they_are_wanted() -> None:
 def test_what_is_cached_is_shown_apart_from_what_is_held() -> None:
     engine = make(config_of(enable_prefix_caching=True))
     engine.add_request(request(0, 40, 1))
-    step(engine, 0)
+    step(engine)
     books = engine.snapshot()
     assert (len(books.cached), len(books.free), books.ref_counts) == (2, 22, {})
     assert engine.usage().free_blocks == 24
@@ -190,14 +155,14 @@ def test_adapters_and_salts_are_kept_apart() -> None:
         engine.add_request(
             Request(request_id=f"r{number}", prompt=[3] * 40, max_tokens=1, adapter=name, cache_salt=name and "s")
         )
-        assert step(engine, number).sequences[0].first == 0
+        assert step(engine).sequences[0].first == 0
 
 
 def test_the_client_of_a_finished_request_may_end_its_session_a_step_later() -> None:
     engine = make(config_of({"end_session": "next_step"}))
     assert engine.capabilities.deferred_free_steps == 1
     engine.add_request(request(0, 20, 1))
-    step(engine, 0)
+    step(engine)
     assert engine.snapshot().held["r0"] != [[]]
     engine.schedule()
     assert engine.snapshot().held == {}
@@ -206,7 +171,7 @@ def test_the_client_of_a_finished_request_may_end_its_session_a_step_later() -> 
 def test_blocks_behind_the_window_are_shown_as_block_0() -> None:
     engine = make(config_of(sliding_window=16))
     engine.add_request(request(0, 20, 60))
-    tables = [step(engine, number).sequences[0].block_tables[0] for number in range(40)]
+    tables = [step(engine).sequences[0].block_tables[0] for _ in range(40)]
     assert tables[0].count(0) == 0
     assert tables[-1].count(0) > 0
     assert 0 not in tables[-1][tables[-1].count(0) :]
@@ -302,4 +267,4 @@ def test_the_books_add_up_on_random_workloads(depth: int, fields: dict[str, Any]
     ],
 )
 def test_its_known_faults_are_seen(config: EngineConfig, operations: list[Operation], requirement: str) -> None:
-    assert requirement in broken(config, *operations)
+    assert requirement in broken(make, config, *operations)

@@ -9,21 +9,17 @@ from typing import Any
 import pytest
 
 from conformance.operations import Abort, Add, Operation, Step
-from conformance.protocol import AdapterError, ConfigRefused, EngineConfig, Request, RequestRefused, Sampled, StepPlan
+from conformance.protocol import AdapterError, ConfigRefused, EngineConfig, RequestRefused, Sampled
 from conformance.session import Session
 
 if importlib.util.find_spec("minisgl") is None:
     pytest.skip("mini-sglang is not installed", allow_module_level=True)
 
-from conformance.adapters.mini_sglang import MiniSglangEngine, make
+from by_hand import ADAPTER_FAULTS, broken, request, step
+from conformance.adapters.mini_sglang import make
 from workloads import random_traffic
 
 pytestmark = pytest.mark.filterwarnings("default")  # importing torch warns
-
-ADAPTER_FAULTS = frozenset(
-    {"ACC-1", "ACC-2", "ACC-4", "ACC-5", "ACC-7", "ACC-9", "ACC-10", "KV-1", "KV-2", "KV-3", "KV-6", "PRG-5", "PRG-8"}
-)
-"""What an adapter that misreports would be seen by, where the engine is right."""
 
 
 def config_of(**fields: Any) -> EngineConfig:
@@ -31,30 +27,14 @@ def config_of(**fields: Any) -> EngineConfig:
     return EngineConfig(**given)
 
 
-def request(number: int, prompt_len: int, max_tokens: int, **fields: Any) -> Request:
-    prompt = [2 + (number * 13 + position * 5) % 40 for position in range(prompt_len)]
-    return Request(request_id=f"r{number}", prompt=prompt, max_tokens=max_tokens, arrival=number, **fields)
-
-
-def step(engine: MiniSglangEngine, number: int, token: int = 7) -> StepPlan:
-    """Schedule, and commit a token for every sequence that samples."""
-    plan = engine.schedule()
-    engine.commit(number, {(one.request_id, 0): Sampled([token]) for one in plan.sequences if one.samples})
-    return plan
-
-
-def broken(config: EngineConfig, *operations: Operation) -> set[str]:
-    return {violation.requirement for violation in Session(make(config), config).run(operations)}
-
-
 def test_one_request_from_prompt_to_end() -> None:
     engine = make(config_of(block_size=4, num_blocks=9))
     engine.add_request(request(0, 6, 3))
-    (prompt,) = step(engine, 0, token=11).sequences
+    (prompt,) = step(engine, token=11).sequences
     assert (prompt.first, prompt.num_tokens, prompt.block_tables, prompt.token_ids) == (
         (0, 6, [[0, 1]], request(0, 6, 3).prompt)
     )
-    (decode,) = step(engine, 1, token=12).sequences
+    (decode,) = step(engine, token=12).sequences
     assert (decode.first, decode.num_tokens, decode.token_ids) == (6, 1, [11])
     engine.schedule()
     (finished,) = engine.commit(2, {("r0", 0): Sampled([13])}).finished
@@ -66,7 +46,7 @@ def test_one_request_from_prompt_to_end() -> None:
 def test_a_prompt_over_the_budget_goes_in_chunks() -> None:
     engine = make(config_of(max_num_batched_tokens=8))
     engine.add_request(request(0, 19, 2))
-    chunks = [step(engine, number).sequences[0] for number in range(3)]
+    chunks = [step(engine).sequences[0] for _ in range(3)]
     assert [(chunk.first, chunk.num_tokens, chunk.samples) for chunk in chunks] == [
         (0, 8, False),
         (8, 8, False),
@@ -77,7 +57,7 @@ def test_a_prompt_over_the_budget_goes_in_chunks() -> None:
 def test_a_stop_token_ends_a_sequence() -> None:
     engine = make(config_of())
     engine.add_request(request(0, 5, 9, stop_token=42))
-    step(engine, 0)
+    step(engine)
     engine.schedule()
     (finished,) = engine.commit(1, {("r0", 0): Sampled([42])}).finished
     assert finished.outputs == [[7, 42]]
@@ -87,7 +67,7 @@ def test_an_abort_gives_everything_back_at_once() -> None:
     engine = make(config_of(max_num_seqs=1))
     for number in range(2):
         engine.add_request(request(number, 5, 8))
-    step(engine, 0)
+    step(engine)
     assert (engine.usage().free_blocks, engine.usage().running, engine.usage().waiting) == (75, 1, 1)
     for rid in ("r0", "r1", "r0", "never seen"):
         engine.abort_request(rid)
@@ -144,4 +124,4 @@ def test_the_books_add_up_on_random_workloads(budget: int) -> None:
     ],
 )
 def test_its_known_faults_are_seen(config: EngineConfig, operations: list[Operation], requirement: str) -> None:
-    assert requirement in broken(config, *operations)
+    assert requirement in broken(make, config, *operations)

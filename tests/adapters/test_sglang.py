@@ -18,56 +18,22 @@ from conformance.protocol import (
     Request,
     RequestRefused,
     Sampled,
-    SequencePlan,
-    StepPlan,
 )
-from conformance.session import Session, Violation
+from conformance.session import Session
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed", allow_module_level=True)
 
-from conformance.adapters.sglang_scheduler import SglangEngine, make
+from by_hand import ADAPTER_FAULTS, broken, request, shape, step
+from conformance.adapters.sglang_scheduler import make
 from workloads import random_traffic
 
 pytestmark = pytest.mark.filterwarnings("default")  # importing torch warns
-
-ADAPTER_FAULTS = frozenset(
-    {"ACC-1", "ACC-2", "ACC-4", "ACC-5", "ACC-7", "ACC-9", "ACC-10", "KV-1", "KV-2", "KV-3", "KV-6", "PRG-5", "PRG-8"}
-)
-"""What an adapter that misreports would be seen by, where the engine is right."""
 
 
 def config_of(options: dict[str, OptionValue] | None = None, **fields: Any) -> EngineConfig:
     given = {"num_blocks": 81, "block_size": 1, "max_num_batched_tokens": 40, "max_model_len": 40} | fields
     return EngineConfig(engine_options=options or {}, **given)
-
-
-def request(number: int, prompt_len: int, max_tokens: int, **fields: Any) -> Request:
-    prompt = [2 + (number * 13 + position * 5) % 40 for position in range(prompt_len)]
-    return Request(request_id=f"r{number}", prompt=prompt, max_tokens=max_tokens, arrival=number, **fields)
-
-
-def step(engine: SglangEngine, number: int, token: int = 7) -> StepPlan:
-    """Schedule, and commit a token for every sequence that samples."""
-    plan = engine.schedule()
-    engine.commit(number, {(one.request_id, 0): Sampled([token]) for one in plan.sequences if one.samples})
-    return plan
-
-
-def shape(plan: SequencePlan) -> tuple[str, int, int, list[int]]:
-    """Who runs, from which position, how many tokens, through which blocks."""
-    return plan.request_id, plan.first, plan.num_tokens, plan.block_tables[0]
-
-
-def run(config: EngineConfig, *operations: Operation) -> list[Violation]:
-    return Session(make(config), config).run(operations)
-
-
-def broken(config: EngineConfig, *operations: Operation) -> set[str]:
-    return {violation.requirement for violation in run(config, *operations)}
-
-
-# ---------------------------------------------------------------------------------------------- stand-ins
 
 
 def test_stand_ins_are_left_to_sglang_alone() -> None:
@@ -84,7 +50,7 @@ def test_stand_ins_are_left_to_sglang_alone() -> None:
 def test_one_request_from_prompt_to_end() -> None:
     engine = make(config_of())
     engine.add_request(request(0, 3, 2))
-    (prompt,) = step(engine, 0, token=11).sequences
+    (prompt,) = step(engine, token=11).sequences
     assert (shape(prompt), prompt.token_ids) == (("r0", 0, 3, [1, 2, 3]), request(0, 3, 2).prompt)
     plan = engine.schedule()
     assert (shape(plan.sequences[0]), plan.sequences[0].token_ids) == (("r0", 3, 1, [1, 2, 3, 4]), [11])
@@ -96,7 +62,7 @@ def test_one_request_from_prompt_to_end() -> None:
 def test_pages_are_shown_as_blocks() -> None:
     engine = make(config_of(block_size=4, num_blocks=9))
     engine.add_request(request(0, 6, 4))
-    assert [shape(step(engine, number).sequences[0])[1:] for number in range(4)] == [
+    assert [shape(step(engine).sequences[0])[1:] for _ in range(4)] == [
         (0, 6, [1, 2]),
         (6, 1, [1, 2]),
         (7, 1, [1, 2]),
@@ -124,7 +90,7 @@ def test_the_overlap_scheduler_hands_over_the_next_step_before_the_tokens_of_the
 def test_a_stop_token_ends_a_sequence() -> None:
     engine = make(config_of())
     engine.add_request(request(0, 5, 9, stop_token=42))
-    step(engine, 0)
+    step(engine)
     engine.schedule()
     (finished,) = engine.commit(1, {("r0", 0): Sampled([42])}).finished
     assert (finished.outputs, finished.reason) == ([[7, 42]], "stop")
@@ -133,7 +99,7 @@ def test_a_stop_token_ends_a_sequence() -> None:
 def test_a_prompt_over_the_budget_goes_in_chunks_of_whole_pages() -> None:
     engine = make(config_of(block_size=4, max_num_batched_tokens=8, enable_chunked_prefill=True))
     engine.add_request(request(0, 19, 2))
-    chunks = [step(engine, number).sequences[0] for number in range(3)]
+    chunks = [step(engine).sequences[0] for _ in range(3)]
     assert [(chunk.first, chunk.num_tokens, chunk.samples) for chunk in chunks] == [
         (0, 8, False),
         (8, 8, False),
@@ -145,9 +111,9 @@ def test_decodes_run_along_with_chunks_when_they_are_mixed() -> None:
     config = config_of({"mixed_chunk": True}, max_num_batched_tokens=8, enable_chunked_prefill=True)
     engine = make(config)
     engine.add_request(request(0, 3, 9))
-    step(engine, 0)
+    step(engine)
     engine.add_request(request(1, 12, 2))
-    assert [shape(one)[:3] for one in step(engine, 1).sequences] == [("r1", 0, 7), ("r0", 3, 1)]
+    assert [shape(one)[:3] for one in step(engine).sequences] == [("r1", 0, 7), ("r0", 3, 1)]
 
 
 # ---------------------------------------------------------------------------------------------- the prefix tree
@@ -156,7 +122,7 @@ def test_decodes_run_along_with_chunks_when_they_are_mixed() -> None:
 def test_what_is_cached_is_shown_apart_from_what_is_held() -> None:
     engine = make(config_of(enable_prefix_caching=True, block_size=4, num_blocks=21))
     engine.add_request(request(0, 10, 1))
-    step(engine, 0)
+    step(engine)
     books = engine.snapshot()
     assert (books.cached, len(books.free), books.ref_counts) == ([1, 2], 18, {})
     engine.add_request(request(0, 10, 2))
@@ -170,7 +136,7 @@ def test_what_is_cached_is_shown_apart_from_what_is_held() -> None:
 def test_a_flush_with_nothing_to_do_forgets_every_prefix() -> None:
     engine = make(config_of(enable_prefix_caching=True))
     engine.add_request(request(0, 10, 1))
-    step(engine, 0)
+    step(engine)
     assert engine.reset_prefix_cache() is True
     assert (engine.snapshot().cached, len(engine.snapshot().free)) == ([], 80)
 
@@ -179,7 +145,7 @@ def test_adapters_are_kept_apart() -> None:
     engine = make(config_of(enable_prefix_caching=True))
     for number, name in enumerate(("", "a", "b")):
         engine.add_request(Request(request_id=f"r{number}", prompt=[3] * 10, max_tokens=1, adapter=name))
-        assert step(engine, number).sequences[0].first == 0
+        assert step(engine).sequences[0].first == 0
 
 
 # ---------------------------------------------------------------------------------------------- preemption, abort
@@ -188,11 +154,11 @@ def test_adapters_are_kept_apart() -> None:
 def test_a_retracted_request_is_reported_with_the_engines_own_figures() -> None:
     engine = make(config_of(num_blocks=60, max_num_seqs=2))
     engine.add_request(request(0, 8, 24))
-    step(engine, 0)
+    step(engine)
     engine.add_request(request(1, 9, 24))
-    plan = step(engine, 1)
-    for number in range(2, 40):
-        plan = step(engine, number)
+    plan = step(engine)
+    for _ in range(2, 40):
+        plan = step(engine)
         if plan.preempted:
             break
     (victim,) = plan.preempted
@@ -225,9 +191,10 @@ def test_an_aborted_request_runs_once_more_and_gives_everything_back(depth: int)
 def test_ids_that_clients_choose_are_matched_by_their_beginning() -> None:
     ends_r1: list[Operation] = [*(Add(3, 8) for _ in range(11)), Step(), Abort(index=1)]
     wide: dict[str, Any] = {"num_blocks": 200, "max_num_seqs": 16, "max_num_batched_tokens": 60}
-    found = run(config_of({"request_ids": "client"}, **wide), *ends_r1)
+    client = config_of({"request_ids": "client"}, **wide)
+    found = Session(make(client), client).run(ends_r1)
     assert "r10 is reported as finished after step 1 before it has its tokens" in {one.message for one in found}
-    assert broken(config_of(**wide), *ends_r1) == set()
+    assert broken(make, config_of(**wide), *ends_r1) == set()
 
 
 # ---------------------------------------------------------------------------------------------- refusals

@@ -14,11 +14,7 @@ from conformance.protocol import (
     EngineConfig,
     EngineFault,
     OptionValue,
-    Request,
     Sampled,
-    SequenceKey,
-    SequencePlan,
-    StepPlan,
 )
 from conformance.session import Session
 
@@ -27,7 +23,8 @@ if importlib.util.find_spec("transformers") is None or not (
 ):
     pytest.skip("a transformers with continuous batching is not installed", allow_module_level=True)
 
-from conformance.adapters.transformers_cb import TransformersEngine, make
+from by_hand import extent, request, sampled, step
+from conformance.adapters.transformers_cb import make
 from workloads import random_traffic
 
 pytestmark = pytest.mark.filterwarnings("default")  # importing torch and transformers warns
@@ -41,38 +38,14 @@ def config_of(options: dict[str, OptionValue] | None = None, **fields: Any) -> E
     return EngineConfig(engine_options=options or {}, **given)
 
 
-def request(number: int, prompt_len: int, max_tokens: int, **fields: Any) -> Request:
-    prompt = [2 + (number * 13 + position * 5) % 40 for position in range(prompt_len)]
-    return Request(request_id=f"r{number}", prompt=prompt, max_tokens=max_tokens, arrival=number, **fields)
-
-
-def sampled(plan: StepPlan, token: int = 7) -> dict[SequenceKey, Sampled]:
-    return {(one.request_id, one.seq): Sampled([token]) for one in plan.sequences if one.samples}
-
-
-def step(engine: TransformersEngine, token: int = 7) -> StepPlan:
-    """Schedule, and commit a token for every sequence that samples."""
-    plan = engine.schedule()
-    engine.commit(plan.step, sampled(plan, token))
-    return plan
-
-
-def shape(plan: SequencePlan) -> tuple[str, int, int, int]:
-    """Who runs, from which position, how many tokens, through how many blocks."""
-    return plan.request_id, plan.first, plan.num_tokens, len(plan.block_tables[0])
-
-
-# ---------------------------------------------------------------------------------------------- from prompt to end
-
-
 def test_one_request_from_prompt_to_end() -> None:
     engine = make(config_of())
     engine.add_request(request(0, 6, 2))
     (prompt,) = step(engine, token=11).sequences
-    assert shape(prompt) == ("r0", 0, 6, 2)
+    assert extent(prompt) == ("r0", 0, 6, 2)
     assert prompt.token_ids == request(0, 6, 2).prompt
     plan = engine.schedule()
-    assert shape(plan.sequences[0]) == ("r0", 6, 1, 2)
+    assert extent(plan.sequences[0]) == ("r0", 6, 1, 2)
     assert plan.sequences[0].token_ids == [11]
     (finished,) = engine.commit(1, {("r0", 0): Sampled([12])}).finished
     assert finished.outputs == [[11, 12]]
@@ -83,10 +56,10 @@ def test_the_next_batch_is_prepared_before_the_tokens_of_the_last_are_taken() ->
     engine = make(config_of(pipeline_depth=2))
     engine.add_request(request(0, 6, 3))
     first, second = engine.schedule(), engine.schedule()
-    assert [shape(plan.sequences[0])[1:3] for plan in (first, second)] == [(0, 6), (6, 1)]
+    assert [extent(plan.sequences[0])[1:3] for plan in (first, second)] == [(0, 6), (6, 1)]
     assert second.sequences[0].token_ids is None  # carried over on the device
     assert engine.commit(0, {("r0", 0): Sampled([11])}).finished == []
-    assert shape(engine.schedule().sequences[0])[1:3] == (7, 1)
+    assert extent(engine.schedule().sequences[0])[1:3] == (7, 1)
     assert engine.commit(1, {("r0", 0): Sampled([12])}).finished == []
     (finished,) = engine.commit(2, {("r0", 0): Sampled([13])}).finished
     assert finished.outputs == [[11, 12, 13]]
@@ -147,7 +120,7 @@ def test_children_are_forked_from_the_prompt_of_their_parent() -> None:
     engine = make(config_of())
     engine.add_request(request(0, 6, 2, n=3))
     (prompt,) = step(engine).sequences
-    assert (shape(prompt), prompt.samples) == (("r0", 0, 5, 2), False)  # the last token waits for the fork
+    assert (extent(prompt), prompt.samples) == (("r0", 0, 5, 2), False)  # the last token waits for the fork
     plan = engine.schedule()
     assert [(row.seq, row.first, row.num_tokens) for row in plan.sequences] == [(0, 5, 1), (1, 5, 1), (2, 5, 1)]
     copies = [move for move in plan.moves if move.kind == "copy"]
