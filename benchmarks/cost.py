@@ -96,6 +96,11 @@ class Timed:
         self._time(self._engine.close)
 
 
+def timed(factory: EngineFactory, meter: dict[str, float]) -> EngineFactory:
+    """Engines whose calls are timed into ``meter``."""
+    return lambda config: Timed(factory(config), meter)
+
+
 def driver(engine: str, steps: int, pinned: dict[str, Any]) -> None:
     """Steps per CPU second of the driver with all oracles on, and how much of a step is the harness."""
     factory = load(engine).factory
@@ -113,7 +118,7 @@ def driver(engine: str, steps: int, pinned: dict[str, Any]) -> None:
     best: tuple[float, float] | None = None
     for _ in range(REPEATS):
         meter = {"engine": 0.0, "calls": 0.0}
-        total, _ = run(lambda config, meter=meter: Timed(factory(config), meter))  # type: ignore[misc]
+        total, _ = run(timed(factory, meter))
         # The clock's own cost is in both figures; taken off once a call.
         overhead = meter["calls"] * _clock_seconds()
         sample = (total - overhead, meter["engine"] - overhead / 2)
@@ -139,7 +144,7 @@ def running(engine: str, steps: int) -> None:
     for _ in range(max(1, steps // count)):  # in turns, so that what disturbs one disturbs the other
         plain = min(plain, _session_seconds(factory, config, operations))
         meter = {"engine": 0.0, "calls": 0.0}
-        _session_seconds(lambda config, meter=meter: Timed(factory(config), meter), config, operations)  # type: ignore[misc]
+        _session_seconds(timed(factory, meter), config, operations)
         inside = min(inside, meter["engine"] - meter["calls"] * _clock_seconds() / 2)
     print(f"{engine}, 4 running requests, {count} steps, all oracles on, in us a step")
     print(
@@ -280,14 +285,14 @@ def machine(examples: int) -> None:
 
     def run(kind: type[RuleBasedStateMachine]) -> float:
         begin = clock()
-        run_state_machine_as_test(kind, settings=profile)  # type: ignore[no-untyped-call]
+        run_state_machine_as_test(kind, settings=profile)  # type: ignore[no-untyped-call]  # of Hypothesis
         return clock() - begin
 
     meter = {"engine": 0.0, "calls": 0.0}
     factory = load("reference").factory
-    timed = machine_for("timed", lambda config: Timed(factory(config), meter))
+    kind = machine_for("timed", timed(factory, meter))
     empty = min(run(EmptyMachine) for _ in range(REPEATS))
-    full, inside = min(_with_meter(run, timed, meter) for _ in range(REPEATS))
+    full, inside = min(_with_meter(run, kind, meter) for _ in range(REPEATS))
     print(f"{examples} examples of up to 30 rules")
     print(f"  empty machine            {empty:.2f} s")
     print(f"  reference engine machine {full:.2f} s, {inside:.2f} s of it inside the engine")

@@ -32,6 +32,8 @@ class BuiltIn(NamedTuple):
     summary: str
     distributions: tuple[str, ...] = ()
     """Distributions that provide the engine, the usual one first; none: it is always there."""
+    source: str = ""
+    """What to give ``pip install`` where the distribution is on no index."""
 
 
 BUILT_IN: Final[dict[str, BuiltIn]] = {
@@ -55,7 +57,12 @@ BUILT_IN: Final[dict[str, BuiltIn]] = {
         "conformance.adapters.nano_vllm:make", "nano-vllm, or its fork on PyPI", ("nano-vllm", "nano-vllm-fork")
     ),
     "lmdeploy": BuiltIn("conformance.adapters.lmdeploy_pytorch:make", "lmdeploy's PyTorch engine", ("lmdeploy",)),
-    "mini-sglang": BuiltIn("conformance.adapters.mini_sglang:make", "mini-sglang, from its repository", ("minisgl",)),
+    "mini-sglang": BuiltIn(
+        "conformance.adapters.mini_sglang:make",
+        "mini-sglang, from its repository",
+        ("minisgl",),
+        source="git+https://github.com/sgl-project/mini-sglang",
+    ),
     "sglang": BuiltIn("conformance.adapters.sglang_scheduler:make", "sglang's scheduler and radix cache", ("sglang",)),
     "transformers": BuiltIn(
         "conformance.adapters.transformers_cb:make", "transformers' continuous batching", ("transformers",)
@@ -251,7 +258,7 @@ def _probe(built_in: BuiltIn) -> tuple[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     if built_in.distributions:
-        return "", f"not installed: pip install {built_in.distributions[0]}"
+        return "", f"not installed: pip install {built_in.source or built_in.distributions[0]}"
     return "", ""
 
 

@@ -112,7 +112,8 @@ def _functions(source: str) -> dict[int, str]:
 def _changed(diff: str) -> tuple[str, str]:
     """The line that a diff changes, before and after."""
     rows = [row for row in diff.splitlines() if not row.startswith(("---", "+++"))]
-    return tuple(" ".join(row[1:] for row in rows if row[:1] == sign).strip() for sign in "-+")  # type: ignore[return-value]
+    before, after = (" ".join(row[1:] for row in rows if row[:1] == sign).strip() for sign in "-+")
+    return before, after
 
 
 def equivalents() -> dict[Mutant, str]:

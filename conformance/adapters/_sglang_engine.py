@@ -233,7 +233,7 @@ def modules() -> Modules:
 def _seated(scheduler: Any) -> Any:
     """The scheduler class, with its sockets replaced by a list and without its watchdog."""
 
-    class SeatedScheduler(scheduler):  # type: ignore[misc]
+    class SeatedScheduler(scheduler):  # type: ignore[misc]  # a base found at run time
         """``sent``: what it has sent to its clients, oldest first."""
 
         def init_sockets(self, server_args: Any, port_args: Any) -> None:

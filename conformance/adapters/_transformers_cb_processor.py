@@ -105,11 +105,11 @@ def _classes() -> SimpleNamespace:
     """The processor without its cleaning up of CUDA graphs, and its pair of inputs and outputs without streams."""
     lib = modules()
 
-    class Processor(lib.api.ContinuousBatchProcessor):  # type: ignore[misc, name-defined]
+    class Processor(lib.api.ContinuousBatchProcessor):  # type: ignore[misc, name-defined]  # a base found at run time
         def __del__(self) -> None:
             """There are no graphs; collecting all garbage for each engine takes most of the time."""
 
-    class AsyncIOs(lib.io.ContinuousBatchingAsyncIOs):  # type: ignore[misc, name-defined]
+    class AsyncIOs(lib.io.ContinuousBatchingAsyncIOs):  # type: ignore[misc, name-defined]  # a base found at run time
         def __init__(self, **parts: Any) -> None:
             def pair() -> Any:
                 made = lib.io.HostDeviceIOPair.__new__(lib.io.HostDeviceIOPair)

@@ -163,10 +163,10 @@ def _connector_class() -> Any:
     base = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
     hybrid = (base.SupportsHMA,) if hasattr(base, "SupportsHMA") else ()
 
-    class Metadata(base.KVConnectorMetadata):  # type: ignore[name-defined, misc]
+    class Metadata(base.KVConnectorMetadata):  # type: ignore[name-defined, misc]  # a base found at run time
         """Nothing: the worker's side is played by the adapter."""
 
-    class KvconformConnector(base.KVConnectorBase_V1, *hybrid):  # type: ignore[name-defined, misc]
+    class KvconformConnector(base.KVConnectorBase_V1, *hybrid):  # type: ignore[name-defined, misc]  # a base found at run time
         """Passes the scheduler's calls on to `Transfers`. It has no worker's side."""
 
         def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:

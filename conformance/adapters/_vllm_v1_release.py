@@ -107,7 +107,7 @@ class Release:
 def _no_device(interface: Any) -> Any:
     """A platform that stands for no device and claims whatever the scheduler could be denied for lack of it."""
 
-    class NoDevice(interface.UnspecifiedPlatform):  # type: ignore[misc]
+    class NoDevice(interface.UnspecifiedPlatform):  # type: ignore[misc]  # a base found at run time
         @classmethod
         def is_async_output_supported(cls, enforce_eager: bool | None) -> bool:  # noqa: ARG003, FBT001
             return False
@@ -126,7 +126,7 @@ def _no_device(interface: Any) -> Any:
 def _register_model() -> None:
     torch = importlib.import_module("torch")
 
-    class KvconformForCausalLM(torch.nn.Module):  # type: ignore[name-defined, misc]
+    class KvconformForCausalLM(torch.nn.Module):  # type: ignore[name-defined, misc]  # a base found at run time
         """What vLLM asks of a class before it counts as a text model that can be split over a pipeline."""
 
         supports_pp = True
@@ -155,7 +155,7 @@ def _register_model() -> None:
 def model_folder() -> Path:
     """A folder with the ``config.json`` of a tiny model and nothing else, removed when the process ends."""
     folder = tempfile.TemporaryDirectory(prefix="kvconform-model-")
-    model_folder.owner = folder  # type: ignore[attr-defined]
+    model_folder.owner = folder  # type: ignore[attr-defined]  # kept alive by the function
     (Path(folder.name) / "config.json").write_text(json.dumps(_MODEL_CONFIG), encoding="utf-8")
     return Path(folder.name)
 
@@ -242,7 +242,7 @@ def _probe(version: str) -> Release:
     hashing = _first("vllm.utils.hashing", "vllm.utils")
     owner = importlib.import_module(config.VllmConfig.__module__)
     if hasattr(owner, "HAS_TRITON"):
-        owner.HAS_TRITON = True  # type: ignore[attr-defined]
+        owner.HAS_TRITON = True  # type: ignore[attr-defined]  # a module found at run time
     try:
         asynchronous = importlib.import_module("vllm.v1.core.sched.async_scheduler").AsyncScheduler
     except ModuleNotFoundError:

@@ -128,7 +128,7 @@ class _Figures:
         """The class of a logger that leaves what it is given here."""
         figures = self
 
-        class Logger(base):  # type: ignore[misc]
+        class Logger(base):  # type: ignore[misc]  # a base found at run time
             def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
 
             def record(self, scheduler_stats: Any, iteration_stats: Any, **_others: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fuzz.bugbench.parts import Runner
 from fuzz.bugbench.registry import VLLM, planted
 from reference_engine.request import Status
@@ -81,7 +83,7 @@ class RowsOfAFullBatchComeByLine(Runner):
 class OneTokenPromptDecodes(Runner):
     """A prompt of one token is handed over one token wide, which the device takes for a decode on all lines."""
 
-    def _width(self, prompts: list[list[int]]) -> int:  # type: ignore[override]  # lists are what it is given
+    def _width(self, prompts: Sequence[Sequence[int]]) -> int:
         widest = max(map(len, prompts))
         self.probe.decide(widest == 1)
         return widest
@@ -91,7 +93,7 @@ class OneTokenPromptDecodes(Runner):
 class WidthIsAPowerOfTwo(Runner):
     """Prompts are padded to the next power of two, which may be more than the largest bucket that was compiled."""
 
-    def _width(self, prompts: list[list[int]]) -> int:  # type: ignore[override]
+    def _width(self, prompts: Sequence[Sequence[int]]) -> int:
         width = 1 << (super()._width(prompts) - 1).bit_length()
         self.probe.decide(width > self.device.config.prompt_max)
         return width
