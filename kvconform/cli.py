@@ -16,7 +16,7 @@ from rich.console import Console
 
 from conformance.advice import next_command
 from conformance.check import UnknownRequirement, rejudge
-from conformance.engines import EngineNotFound, installed, load, load_recorded, option_for
+from conformance.engines import EngineNotFound, installed, load, load_recorded
 from conformance.execute import execute, probe, trace_of
 from conformance.expectations import ExpectationsError
 from conformance.explain import explain as explanation
@@ -35,13 +35,12 @@ from conformance.wording import some
 from fuzz.corpus import corpus
 from fuzz.driver import flatten
 from fuzz.findings import keep
-from fuzz.hunt import Hunter
 from fuzz.shrink import EXECUTIONS_MAX, Shrinker
 from kvconform.bench_command import bench_command
 from kvconform.check_command import check_engines
-from kvconform.console import INDENT, FuzzView, make_console, print_kept, print_violation, wrapped
+from kvconform.console import INDENT, make_console, print_kept, print_violation, wrapped
 from kvconform.diff_command import diff_command
-from kvconform.fuzz_events import record_hunt
+from kvconform.fuzz_command import fuzz_engine
 from kvconform.matrix_command import Matrix, entries_of, exit_code
 from kvconform.matrix_command import Plan as MatrixPlan
 from kvconform.page_command import StepsOption, page_command, steps_of_interest
@@ -163,58 +162,22 @@ def fuzz(
     validate_wire: ValidateOption = False,
 ) -> None:
     """Hunt for violations with random requests; each is shrunk to its shortest sequence and kept as a file."""
-    console = make_console()
     source = load(engine, validate_wire=validate_wire)
-    _, pinned = parse_settings(preset, settings or [])
-    config, _ = parse_settings(preset, settings or [])
-    fixed = {name: getattr(config, name) for name in pinned}
-    capabilities = probe(source.factory, config, pinned)
-    levels: dict[str, str] = {rid: item.level for rid, item in load_requirements().items()}
-    judged = _judged(levels, requirement, ignore)
-    wrapped(console, f"seed {seed}, {source.name} {capabilities.version}, {steps:,} steps, findings in {out}/")
-    view = FuzzView(console, levels, steps)
-    hunter = Hunter(
-        source.name,
-        source.factory,
-        capabilities,
-        seed=seed,
-        directory=out,
-        pinned=fixed,
-        judged=judged,
-        watchdog=_watchdog(call_seconds),
-        listener=view,
-    )
-    interrupted = False
+    config, pinned = parse_settings(preset, settings or [])
     with _written(events, "fuzz", seed) as writer:
-        try:
-            with view.shown():
-                hunter.run(steps)
-        except KeyboardInterrupt:
-            interrupted = True
-        if writer is not None:
-            record_hunt(writer, label, source, capabilities, config, pinned, hunter, view.state)
-    _summarise(view, hunter, levels, interrupted=interrupted)
-    if hunter.unshrunk is not None:
-        wrapped(console, f"not shrunk yet: kvconform shrink {hunter.unshrunk}{option_for(source.name)}")
-    raise typer.Exit(VIOLATED if hunter.kept or hunter.unshrunk else 130 if interrupted else HOLDS)
-
-
-def _summarise(view: FuzzView, hunter: Hunter, levels: dict[str, str], *, interrupted: bool) -> None:
-    console, state = make_console(), view.state
-    done = "nothing" if state is None else f"{state.runs:,} runs, {state.steps:,} steps"
-    if interrupted:
-        wrapped(console, f"interrupted; what was found so far is in the files named above ({done})")
-    if state is not None and state.behaviours:
-        reached = ", ".join(f"{name} {count:,}" for name, count in sorted(state.behaviours.items()))
-        wrapped(console, f"reached: {reached}")
-    if not hunter.kept:
-        wrapped(console, f"no violation in {done}")
-        return
-    must = sum(levels.get(kept.requirement) == "MUST" for kept in hunter.kept)
-    noun = "finding" if len(hunter.kept) == 1 else "findings"
-    wrapped(console, f"{len(hunter.kept)} {noun} ({must} of a MUST) in {done}")
-    for kept in hunter.kept:
-        wrapped(console, f"{kept.requirement:7} {kept.identity}  {kept.trace}", "  ")
+        code = fuzz_engine(
+            source,
+            config,
+            pinned,
+            seed=seed,
+            steps=steps,
+            judged=_judged(requirement, ignore),
+            out=out,
+            watchdog=_watchdog(call_seconds),
+            events=writer,
+            label=label,
+        )
+    raise typer.Exit(code)
 
 
 @app.command("replay")
@@ -358,7 +321,7 @@ def matrix(
     """Check many engines, releases and configurations side by side; an interrupted matrix is taken up again."""
     console = make_console()
     entries = entries_of(engines or [], file)
-    _judged({rid: item.level for rid, item in load_requirements().items()}, requirement, None)
+    _judged(requirement, None)
     plan = MatrixPlan(
         folder=out,
         requirements=tuple(requirement or ()),
@@ -460,7 +423,8 @@ app.command("diff")(diff_command)
 app.command("serve")(serve_command)
 
 
-def _judged(levels: dict[str, str], only: list[str] | None, ignored: list[str] | None) -> frozenset[str]:
+def _judged(only: list[str] | None, ignored: list[str] | None) -> frozenset[str]:
+    levels = load_requirements()
     for name in [*(only or []), *(ignored or [])]:
         if name not in levels:
             raise ConfigRefused(f"{name}: no such requirement; expected one of {', '.join(levels)}")
