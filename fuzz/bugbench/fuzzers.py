@@ -109,7 +109,7 @@ def machine(
     """The Hypothesis machine, with its examples of about thirty rules."""
 
     def within_budget(config: EngineConfig) -> Any:
-        if counters.steps >= budget:
+        if counters.steps >= budget and Hunt.first is None:  # what has failed is run once more, which must be the same
             raise _BudgetSpent
         return factory(config)
 

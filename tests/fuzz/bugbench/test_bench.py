@@ -38,6 +38,12 @@ def test_a_hunt_is_cut_off_at_its_budget(fuzzer: str) -> None:
     assert 0 < cell.steps < 1000, "the run that was under way is not broken off"
 
 
+@pytest.mark.parametrize("fuzzer", FUZZERS)
+def test_what_fails_in_the_run_that_spends_the_budget_counts(fuzzer: str) -> None:
+    whole = measure(EASY, fuzzer, 4, 2000)
+    assert without_clock(measure(EASY, fuzzer, 4, whole.steps - 1)) == without_clock(whole)
+
+
 def test_a_cell_says_how_far_the_fault_came() -> None:
     cell = measure(EASY, "swarm", 1, 2000)
     assert cell.reached >= cell.triggered >= 1
