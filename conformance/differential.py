@@ -119,6 +119,7 @@ def shared_operations(
                     and (operation.stop_after is None or "stop_token" in features)
                     and (not (operation.salt or operation.adapter) or "identity" in features)
                     and (not operation.encoder_sizes or encoder)
+                    and (not operation.streamed or "streaming_input" in features)
                 )
             case Abort() | AbortEnded():
                 return "abort" in features

@@ -9,6 +9,8 @@ One file per engine, ``expectations/ENGINE.toml``, with entries::
                                        # it does not draw
     versions = ">=0.5,<0.9"            # optional: a specifier of versions; without it, every version
     variant = "*(block manager v1)"    # optional: a pattern of what the engine calls itself
+    message = "*; got *0 blocks free"  # optional, with "fuzz" or "corpus" alone: a pattern of what is said, "MESSAGE;
+                                       # got GOT", so that whatever else breaks the requirement is still seen
     reason = "one sentence"
     link = "https://..."
 
@@ -19,11 +21,11 @@ makes a check fail, so that a mended engine is noticed. Requirements and pattern
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -45,6 +47,10 @@ CORPUS = "corpus"
 """Stands in ``cases`` for traces of the corpus alone: the fuzzer goes on judging the requirement."""
 
 
+Known: TypeAlias = Callable[[str, str], bool]
+"""Whether a violation is a known failure, by its requirement and what is said of it: "MESSAGE; got GOT"."""
+
+
 class ExpectationsError(ValueError):
     """A file of expectations is wrong: the file, the entry, what its field takes."""
 
@@ -58,6 +64,11 @@ class Expectation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     cases: tuple[str, ...] = ()
     versions: str = ""
     variant: str = ""
+    message: str = ""
+
+    def is_about(self, requirement: str, said: str) -> bool:
+        """Whether ``said``, of the violation of ``requirement``, is what the entry knows of."""
+        return requirement == self.requirement and (not self.message or fnmatchcase(said, self.message))
 
     def covers(self, case: str) -> bool:
         """Whether ``case`` (``scenario/case``) is allowed to fail."""
@@ -86,8 +97,17 @@ class Expectations(msgspec.Struct, frozen=True, kw_only=True):
     entries: tuple[Expectation, ...] = ()
 
     def fuzzed(self, version: str) -> frozenset[str]:
-        """Requirements the fuzzer does not judge on this version: it may come upon a known failure in some variant."""
-        return frozenset(entry.requirement for entry in self.entries if entry.applies(version) and entry.covers(FUZZ))
+        """Requirements the fuzzer does not judge on this version at all: nothing tells the known failures of them."""
+        return frozenset(
+            entry.requirement
+            for entry in self.entries
+            if entry.applies(version) and entry.covers(FUZZ) and not (entry.variant or entry.message)
+        )
+
+    def known(self, capabilities: Capabilities) -> Known:
+        """What tells the known failures that the fuzzer may come upon on this engine from others."""
+        entries = [entry for entry in self.applying(capabilities) if entry.covers(FUZZ)]
+        return lambda requirement, said: any(entry.is_about(requirement, said) for entry in entries)
 
     def applying(self, capabilities: Capabilities) -> list[Expectation]:
         """The entries about this engine, as it declares itself."""
@@ -151,6 +171,8 @@ def _problems(entry: Expectation) -> Sequence[str]:
         for pattern in entry.cases
         if not any(fnmatchcase(name, pattern) for name in names)
     ]
+    if entry.message and not set() < set(entry.cases) <= {FUZZ, CORPUS}:
+        problems.append('message: expected with cases of "fuzz" or "corpus" alone; others are told by their names')
     if not entry.reason.strip() or not entry.link.strip():
         problems.append("expected a reason and a link, got an empty one")
     try:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+import msgspec
+
 from conformance.protocol import (
     BlockId,
     Capabilities,
@@ -33,6 +35,8 @@ class RequestState(Enum):
     SWAPPED = "swapped"
     LOADING = "loading"
     """Waits for KV from elsewhere, or has it and waits for its turn: it holds blocks and does not run."""
+    BETWEEN = "between inputs"
+    """Has answered one input and waits for the next, or for its turn to run that: it holds blocks and does not run."""
     FINISHED = "finished"
     ABORTED = "aborted"
     REFUSED = "refused"
@@ -121,6 +125,7 @@ class RequestRecord:
         "arrived_step",
         "first_token_step",
         "full_len",
+        "inputs_run",
         "load_failed",
         "loads",
         "preempted_step",
@@ -145,8 +150,11 @@ class RequestRecord:
         self.first_token_step: int | None = None
         self.preemptions = 0
         self.prefills = 0
+        self.inputs_run = 0
+        """Streamed inputs that it went on with."""
         self.loads = 0
-        """Loads of its KV that were begun: it may be passed over for one, and enter the running set out of turn."""
+        """Loads of its KV that were begun, and inputs that followed: it may be passed over for one, and enter the
+        running set out of turn."""
         self.aborted_steps = 0
         """Steps in which it may still be planned, once it is aborted."""
         self.load_failed = False
@@ -174,6 +182,8 @@ class RequestRecord:
         return (self.spec.priority if policy == "priority" else 0, self.spec.arrival)
 
 
+HOLDING = (RequestState.LOADING, RequestState.BETWEEN)
+"""States in which a request may hold blocks that nobody can take from it."""
 _ENDED = (RequestState.FINISHED, RequestState.ABORTED, RequestState.REFUSED, RequestState.FAILED)
 
 
@@ -288,15 +298,16 @@ class Ledger:
 
     def add(self, spec: Request, stop_after: int | None, step: int) -> RequestRecord:
         """Enter a request as waiting. O(prompt)."""
-        full_len = len(spec.prompt) + spec.max_tokens
-        if self.has_length_limit:
-            full_len = min(full_len, self.tokens_max)
-        request = RequestRecord(spec, stop_after, full_len, step)
+        request = RequestRecord(spec, stop_after, self._full_len(spec), step)
         request.sequences.append(SequenceRecord(request, 0, list(spec.prompt), self.tree.walk(spec, spec.prompt)))
         assert spec.request_id not in self.requests, "request ids are the harness's and unique"
         self.requests[spec.request_id] = request
         self.live[spec.request_id] = request
         return request
+
+    def _full_len(self, spec: Request) -> int:
+        full_len = len(spec.prompt) + spec.max_tokens
+        return min(full_len, self.tokens_max) if self.has_length_limit else full_len
 
     def fork_ahead(self, request: RequestRecord) -> None:
         """Give what there is of sequence 0's prompt to the others; which blocks they share, their tables will tell."""
@@ -324,6 +335,33 @@ class Ledger:
             child.readers = [Reader() for _ in first.tables]
             request.sequences.append(child)
             self.set_tables(child, [table[:count] for table, count in zip(first.tables, filled, strict=True)])
+
+    def go_on(self, request: RequestRecord, step: int) -> None:
+        """The outputs asked for are there, and another input follows. What ``step`` and later ones compute is apart.
+
+        The last output is dropped, which is not computed yet; whoever ran on keeps its blocks and waits for its turn.
+        """
+        record, spec = request.sequences[0], request.spec
+        assert record.final_len is not None, "its outputs are there"
+        kept, following = record.final_len - 1, spec.streamed[0]
+        prompt = [*record.tokens[:kept], *following.prompt]
+        request.spec = msgspec.structs.replace(
+            spec, prompt=prompt, max_tokens=following.max_tokens, streamed=spec.streamed[1:]
+        )
+        request.stop_after = None
+        request.full_len = self._full_len(request.spec)
+        record.tokens, record.nodes = list(prompt), self.tree.walk(request.spec, prompt)
+        record.computed = record.high_water = min(record.computed, kept)
+        record.drafts, record.rejected = [], {}
+        record.final_len = record.done_at_step = None
+        record.len_min = len(prompt)
+        record.set_aside_step = step
+        request.loads += 1
+        request.inputs_run += 1
+        request.state = RequestState.BETWEEN
+        self.running.pop(spec.request_id, None)
+        self.preempted.pop(spec.request_id, None)
+        self.saw("went on with more input")
 
     def end(self, request: RequestRecord, state: RequestState) -> None:
         """The request is over: it must hold nothing any more."""
@@ -469,6 +507,10 @@ class Ledger:
     def watermark_blocks(self) -> int:
         """Blocks that admission leaves free, as the configuration says."""
         return int(self.config.watermark * self.config.num_blocks)
+
+    def may_lack_encoder_room(self, request: RequestRecord) -> bool:
+        """Whether the encoder cache may hold items of others in the place of the request's own."""
+        return bool(request.spec.encoder_items) and any(other.spec.encoder_items for other in self.running.values())
 
     def surely_fits(self, request: RequestRecord) -> bool:
         """Whether all tokens of the request fit the usable pool, watermark aside: then it must be served (PRG-2)."""

@@ -24,6 +24,7 @@ class Add(msgspec.Struct, frozen=True, tag="add", omit_defaults=True, forbid_unk
     token as its output number ``stop_after`` (counted from 1); with n > 1 each further sequence one later.
     With ``continues`` the prompt begins, as far as its length goes, with the conversation of an ended request (number
     ``continues`` modulo those): its prompt and the outputs of its first sequence.
+    ``streamed`` are the inputs that follow, each so many tokens of the prompt and up to so many outputs.
     """
 
     prompt_len: Count
@@ -37,6 +38,7 @@ class Add(msgspec.Struct, frozen=True, tag="add", omit_defaults=True, forbid_unk
     adapter: int = 0
     encoder_sizes: tuple[Count, ...] = ()
     continues: Count | None = None
+    streamed: tuple[tuple[Count, Count], ...] = ()
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", omit_defaults=True, forbid_unknown_fields=True):
@@ -87,6 +89,7 @@ def describe(operation: Operation) -> str:
                 parts.append(f"stopping after {operation.stop_after}")
             if operation.encoder_sizes:
                 parts.append(f"encoder items of {', '.join(map(str, operation.encoder_sizes))}")
+            parts.extend(f"then {tokens} + {outputs} tokens" for tokens, outputs in operation.streamed)
             return ", ".join(parts)
         case Abort():
             return f"abort live request {operation.index}"

@@ -49,6 +49,7 @@ Feature: TypeAlias = Literal[
     "speculation",
     "state_groups",
     "stop_token",
+    "streaming_input",
     "swap",
     "token_budget",
     "usage",
@@ -58,8 +59,9 @@ Feature: TypeAlias = Literal[
 when ``EngineConfig.fixed_batch`` asks for it. ``fork``: n > 1 sequences per request. ``identity``: cache salt,
 adapter or multimodal content of a request keeps its KV apart. ``kv_cache_groups``: it can be given several.
 ``state_groups``: some may be of layers with a recurrent state. ``kv_connector``: KV of a prompt may be loaded from
-elsewhere in place of being computed (`KVLoad`). ``length_limit`` / ``token_budget``: the engine obeys max_model_len
-/ max_num_batched_tokens. ``snapshot`` / ``usage``: the engine can show its books."""
+elsewhere in place of being computed (`KVLoad`). ``streaming_input``: a prompt may come in parts, each run once the
+ones before are answered (`StreamedInput`). ``length_limit`` / ``token_budget``: the engine obeys max_model_len /
+max_num_batched_tokens. ``snapshot`` / ``usage``: the engine can show its books."""
 
 
 class EngineFault(Exception):  # noqa: N818 - named for whose it is
@@ -254,8 +256,19 @@ class EncoderItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: int
 
 
+class StreamedInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a prompt grows by while its request is live, and how many tokens the model then answers with at most."""
+
+    prompt: list[int]
+    max_tokens: int
+
+
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One request as the harness hands it to an engine. ``arrival`` is an ordinal, never a clock."""
+    """One request as the harness hands it to an engine. ``arrival`` is an ordinal, never a clock.
+
+    ``streamed``: when the outputs asked for are there, which is reported as an end of the request each time, the last
+    of them is dropped, and the prompt is everything else and the next of these inputs.
+    """
 
     request_id: RequestId
     prompt: list[int]
@@ -268,6 +281,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     cache_salt: str = ""
     adapter: str = ""
     encoder_items: tuple[EncoderItem, ...] = ()
+    streamed: tuple[StreamedInput, ...] = ()
 
 
 class SequencePlan(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
@@ -398,7 +412,10 @@ class Sampled(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Finished(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """A request the engine reports as complete, with the output tokens of each of its n sequences."""
+    """A request the engine reports as complete, with the output tokens of each of its n sequences.
+
+    One with streamed inputs is reported for each of them, with the outputs that answer it.
+    """
 
     request_id: RequestId
     outputs: list[list[int]]
@@ -433,6 +450,10 @@ class Usage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_o
     swapped: int | None = None
     preemptions: int | None = None
     """Cumulative count of preemptions as the engine's metrics report it."""
+    queried_tokens: int | None = None
+    """Cumulative count of prompt tokens looked up in the prefix cache: of each request once, as it first starts."""
+    hit_tokens: int | None = None
+    """How many of those were found. What a preempted request finds on its return is no hit."""
 
 
 class Snapshot(msgspec.Struct, kw_only=True):

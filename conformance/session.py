@@ -113,6 +113,8 @@ class Session:
         self._hear()
         self._loads = Loads(self.ledger)
         self.violations: list[Violation] = []
+        self.known: Callable[[str, str], bool] | None = None
+        """Tells, by requirement and "MESSAGE; got GOT", the failures that are known and need no report."""
         self.over = False
         self.audit_every_steps = AUDIT_EVERY_STEPS
         self.steps = 0
@@ -218,6 +220,7 @@ class Session:
             or (operation.stop_after is not None and "stop_token" not in self._features)
             or ((operation.salt or operation.adapter) and "identity" not in self._features)
             or (operation.encoder_sizes and not self.config.encoder_cache_size)
+            or (operation.streamed and (operation.n > 1 or "streaming_input" not in self._features))
         ):
             return None
         ledger = self.ledger
@@ -390,6 +393,8 @@ class Session:
             saw("preempted again")
         if request.spec.n > 1:
             saw("preempted with several sequences")
+        if request.inputs_run:
+            saw("preempted after more input")
         if any(other.state is RequestState.LOADING for other in self.ledger.live.values()):
             saw("preempted while somebody loads")
         for record in request.sequences:
@@ -452,14 +457,25 @@ class Session:
             else:
                 record.len_min = max(record.len_min, min(len(record.tokens), record.len_min + len(sampled[key].tokens)))
             if record.done and record.done_at_step == plan.step:
-                ledger.set_tables(record, [])
-                record.settled = True
-                if request.forked and all(one.settled for one in request.sequences):
+                if not request.spec.streamed:
+                    ledger.set_tables(record, [])
+                    record.settled = True
+                if request.spec.streamed or (request.forked and all(one.settled for one in request.sequences)):
                     ended.append(request)
         self._tell_of_commit(plan.step, sampled, result, ended)
+        self._end(ended, result)
+
+    def _end(self, ended: list[RequestRecord], result: CommitResult) -> None:
+        """Requests that have the outputs asked for are over, or go on with their next input."""
+        ledger = self.ledger
+        more = [request for request in ended if request.spec.streamed]
         if self._recorder is not None:
-            self._recorder.commit([report.request_id for report in result.finished])
+            names = {request.spec.request_id for request in more}
+            self._recorder.commit([one.request_id for one in result.finished if one.request_id not in names])
         for request in ended:
+            if request in more:
+                ledger.go_on(request, self.steps)
+                continue
             ledger.end(request, RequestState.FINISHED)
             for oracle in self.oracles:
                 oracle.on_end(request)
@@ -522,6 +538,9 @@ class Session:
         if self._stop_at_first and self.violations:
             return
         if any(violation.requirement == requirement for violation in self.violations):
+            return
+        if self.known is not None and self.known(requirement, f"{message}; got {got}"):
+            self.over = self.over or requirement in CORRUPTING
             return
         violation = Violation(
             requirement=requirement,

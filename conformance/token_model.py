@@ -13,7 +13,7 @@ from typing import TypeAlias, cast
 
 from conformance.calls import ENGINE_RAISES
 from conformance.operations import Add
-from conformance.protocol import AdapterError, EncoderItem, Engine, OwnModel, Request
+from conformance.protocol import AdapterError, EncoderItem, Engine, OwnModel, Request, StreamedInput
 
 PADDING_TOKEN = 0
 """Never sampled: engines use it for padding."""
@@ -60,6 +60,7 @@ def request_from(add: Add, ordinal: int, conversation: Sequence[int] = ()) -> Re
             prompt_len=max(1, add.prompt_len), max_tokens=max(1, add.max_tokens), family=add.family,
             shared_len=add.shared_len, priority=add.priority, n=max(1, add.n), stop_after=add.stop_after,
             salt=add.salt, adapter=add.adapter, encoder_sizes=add.encoder_sizes, continues=add.continues,
+            streamed=add.streamed,
         )  # fmt: skip
     items: list[EncoderItem] = []
     at = 0
@@ -80,7 +81,20 @@ def request_from(add: Add, ordinal: int, conversation: Sequence[int] = ()) -> Re
         cache_salt=f"salt{add.salt}" if add.salt else "",
         adapter=f"adapter{add.adapter}" if add.adapter else "",
         encoder_items=tuple(items),
+        streamed=_inputs(add, ordinal),
     )
+
+
+def _inputs(add: Add, ordinal: int) -> tuple[StreamedInput, ...]:
+    """The inputs that follow the prompt: tokens of the request's own, all of them different ones."""
+    inputs: list[StreamedInput] = []
+    span = VOCABULARY_SIZE - FIRST_TOKEN
+    at = _mix(ordinal * 2 + 1) + add.prompt_len
+    for tokens, outputs in add.streamed:
+        prompt = [FIRST_TOKEN + _mix(at + position) % span for position in range(max(1, tokens))]
+        inputs.append(StreamedInput(prompt, max(1, outputs)))
+        at += len(prompt)
+    return tuple(inputs)
 
 
 def model_of(engine: Engine) -> Model | None:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from conformance.execute import open_nearest
+from conformance.expectations import Expectations
 from conformance.operations import Operation, Step
 from conformance.protocol import AdapterError, Capabilities, ConfigRefused, EngineConfig, EngineFactory
 from conformance.session import Session, Violation
@@ -42,7 +43,10 @@ class Run(msgspec.Struct, kw_only=True):
 
 
 class Driver:
-    """Makes runs on one engine. ``pinned`` configuration fields keep their values in every run."""
+    """Makes runs on one engine. ``pinned`` configuration fields keep their values in every run.
+
+    ``expectations``: known failures that are told from others by what is said of them, which end no run.
+    """
 
     def __init__(
         self,
@@ -53,8 +57,10 @@ class Driver:
         pinned: dict[str, Any] | None = None,
         steps_per_run: int = STEPS_PER_RUN,
         watchdog: Watchdog | None = None,
+        expectations: Expectations | None = None,
     ) -> None:
         self.seed = seed
+        self._expectations = expectations
         self._factory = factory
         self._capabilities = capabilities
         self._pinned = dict(pinned or {})
@@ -118,6 +124,8 @@ class Driver:
             except ConfigRefused as refusal:
                 reason = str(refusal)
                 continue
+            if self._expectations is not None:
+                session.known = self._expectations.known(session.capabilities)
             return session, draw_swarm(rng, session.capabilities, session.config), refusals
         raise AdapterError(
             f"{self._capabilities.engine} refused {DRAWS_MAX} drawn configurations; the last one because: {reason}"

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from conformance.execute import open_nearest, probe
+from conformance.expectations import Expectations
 from conformance.operations import Abort, AbortEnded, Add, Operation, ResetPrefixCache, Step
 from conformance.protocol import Capabilities, ConfigRefused, EngineConfig, EngineFactory
 from conformance.session import Session, Violation
@@ -67,6 +68,7 @@ class EngineMachine(RuleBasedStateMachine):
     capabilities: ClassVar[Capabilities]
     pinned: ClassVar[dict[str, Any]]
     judged: ClassVar[Collection[str] | None]
+    expectations: ClassVar[Expectations | None] = None
     watchdog: ClassVar[Watchdog | None] = None
     last_failure: ClassVar[tuple[EngineConfig, list[Operation], Violation] | None] = None
 
@@ -100,6 +102,8 @@ class EngineMachine(RuleBasedStateMachine):
             )
         except ConfigRefused:
             return False
+        if kind.expectations is not None:
+            self.session.known = kind.expectations.known(self.session.capabilities)
         self.config = self.session.config
         return True
 
@@ -206,6 +210,7 @@ def machine_for(
     factory: EngineFactory,
     *,
     judged: Collection[str] | None = None,
+    expectations: Expectations | None = None,
     pinned: dict[str, Any] | None = None,
     watchdog: Watchdog | None = None,
 ) -> type[EngineMachine]:
@@ -221,6 +226,7 @@ def machine_for(
         "capabilities": capabilities,
         "pinned": pinned,
         "judged": judged,
+        "expectations": expectations,
         "watchdog": watchdog,
         "last_failure": None,
     }

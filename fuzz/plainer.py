@@ -65,6 +65,9 @@ def _plainer_adds(add: Add) -> Iterator[Add]:
     if add.encoder_sizes:
         yield replace(add, encoder_sizes=())
         yield replace(add, encoder_sizes=add.encoder_sizes[:-1])
+    if add.streamed:
+        yield replace(add, streamed=())
+        yield from _plainer_inputs(add)
     if add.continues is not None:
         yield replace(add, continues=None)
         for value in smaller(add.continues, 0):
@@ -81,6 +84,14 @@ def _plainer_adds(add: Add) -> Iterator[Add]:
     for name in ("shared_len", "family", "priority", "salt", "adapter"):
         for value in smaller(getattr(add, name), 0):
             yield replace(add, **{name: value})
+
+
+def _plainer_inputs(add: Add) -> Iterator[Add]:
+    """With one input less, or a smaller one."""
+    for place, (tokens, outputs) in enumerate(add.streamed):
+        fewer = [(less, outputs) for less in smaller(tokens, 1)] + [(tokens, less) for less in smaller(outputs, 1)]
+        for instead in ((), *((one,) for one in fewer)):
+            yield msgspec.structs.replace(add, streamed=add.streamed[:place] + instead + add.streamed[place + 1 :])
 
 
 def instead_of(operation: Operation, add: Add, depth: int) -> Iterator[Add]:
@@ -117,7 +128,8 @@ def weight(operation: Operation) -> int:
             odd = operation.family + operation.priority + operation.salt + operation.adapter
             stop = 0 if operation.stop_after is None else 2 + operation.stop_after
             turn = 0 if operation.continues is None else 2 + operation.continues
-            return plain + odd + stop + turn + sum(operation.encoder_sizes)
+            streamed = sum(2 + tokens + outputs for tokens, outputs in operation.streamed)
+            return plain + odd + stop + turn + sum(operation.encoder_sizes) + streamed
         case Step():
             return operation.count
         case Abort() | AbortEnded():

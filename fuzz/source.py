@@ -136,10 +136,27 @@ class OperationSource:
         elif self._chase == "step":  # it must still run when it is extended, and make way
             tokens = max(outputs, min(2 + size, length - prompt))
             add = msgspec.structs.replace(add, max_tokens=tokens, n=1, stop_after=None, priority=swarm.priorities - 1)
+        if swarm.streaming and n == 1 and not too_long and rng.random() < swarm.streaming:
+            add = self._in_parts(add, length)
         self._lengths.append(prompt + outputs)
         if shared == prompt:
             self._whole = add
         return add
+
+    def _in_parts(self, add: Add, length: int) -> Add:
+        """The request with a prompt that comes in parts, which all together grow no longer than ``length``."""
+        rng = self._rng
+        outputs = rng.randint(1, add.max_tokens)
+        stop_after = None if add.stop_after is None else min(add.stop_after, outputs)
+        room = length - add.prompt_len - outputs
+        streamed = []
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            tokens, answer = rng.randint(1, max(1, room // 2)), rng.randint(1, max(1, room // 2))
+            if tokens + answer > room:
+                break
+            streamed.append((tokens, answer))
+            room -= tokens + answer
+        return msgspec.structs.replace(add, max_tokens=outputs, stop_after=stop_after, streamed=tuple(streamed))
 
     def _draw_kin(self, prompt: int, *, continues: bool) -> tuple[Add | None, int]:
         """Whose prompt the next one extends, if any one's, and its length; 0 for that of any other prompt.

@@ -62,6 +62,8 @@ class Swarm(msgspec.Struct, frozen=True, kw_only=True):
     oversize: float
     burst_max: int
     encoder: float = 0.0
+    streaming: float = 0.0
+    """Requests whose prompt comes in parts."""
     overlong: bool = False
     """What is oversize is as long as the model takes, or a token more, whatever the pool holds."""
 
@@ -244,6 +246,7 @@ def draw_swarm(rng: Random, capabilities: Capabilities, config: EngineConfig) ->
         burst_max=rng.randint(2, 2 * config.max_num_seqs),
         encoder=rng.choice((0.0, 0.5)) if config.encoder_cache_size else 0.0,
         extending=rng.choice((0.0, 0.3, 0.6)) if config.enable_prefix_caching else 0.0,
+        streaming=rng.choice((0.3, 0.9)) if "streaming_input" in features else 0.0,
     )
     return _loaded(rng, swarm) if "recompute" in features or config.fixed_batch else swarm
 

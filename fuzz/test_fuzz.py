@@ -1,7 +1,7 @@
 """The fuzzer on one engine: ``pytest --pyargs fuzz --engine NAME``, in parallel with ``-n``.
 
 First the corpus, then the Hypothesis machine and a seeded campaign, each in several parts of the swarm.
-Requirements with a known failure of the engine (see `conformance.expectations`) are not judged.
+Known failures of the engine (see `conformance.expectations`) are not reported.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ def test_machine(subject: Subject, part: str) -> None:
             f"{subject.name}-{part}",
             subject.factory,
             judged=subject.judged,
+            expectations=subject.expectations,
             pinned=subject.pins(part),
             watchdog=subject.watchdog,
         )
@@ -134,7 +135,14 @@ def test_machine(subject: Subject, part: str) -> None:
 def test_campaign(subject: Subject, part: str) -> None:
     """The seeded driver."""
     pins = subject.pins(part)
-    driver = Driver(subject.factory, subject.capabilities, seed=subject.seed, pinned=pins, watchdog=subject.watchdog)
+    driver = Driver(
+        subject.factory,
+        subject.capabilities,
+        seed=subject.seed,
+        pinned=pins,
+        watchdog=subject.watchdog,
+        expectations=subject.expectations,
+    )
     try:
         state = campaign(driver, steps_max=CAMPAIGN_STEPS, judged=subject.judged)
     except AdapterError as error:

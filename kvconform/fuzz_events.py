@@ -42,8 +42,9 @@ def record_hunt(
     )
     statuses: list[Status] = ["pass"]
     for kept in hunter.kept:
-        entry = next((one for one in known if one.requirement == kept.requirement), None)
         violation = kept.shrunk.violation
+        said = f"{violation.message}; got {violation.got}"
+        entry = next((one for one in known if one.is_about(kept.requirement, said)), None)
         statuses.append("fail" if entry is None else "known")
         events.add(
             FindingKept(

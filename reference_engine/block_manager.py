@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from .block_pool import NULL_BLOCK, BlockPool
@@ -51,7 +53,9 @@ class BlockManager:
         self.deferred: list[Sequence] = []
         """Ended sequences whose blocks a step in flight still uses (KV-5)."""
         self.queried_tokens = 0
+        """Tokens looked up in the prefix cache, of each request when it first starts."""
         self.hit_tokens = 0
+        """How many of those were there."""
 
     def blocks_for(self, num_tokens: int) -> int:
         """ceil(num_tokens / block_size)."""
@@ -86,8 +90,12 @@ class BlockManager:
             sequence.table = hits + self.pool.allocate(self.blocks_for(len(sequence.tokens)) - len(hits))
             sequence.scheduled = sequence.done = len(hits) * self.block_size
             sequence.published = len(hits)
-            self.hit_tokens += sequence.scheduled
-            self.queried_tokens += len(sequence.tokens)
+
+    def count_hits(self, starts: list[tuple[Sequence, list[int]]]) -> None:
+        """Count what was looked up in the prefix cache, and found, for a request that starts (ACC-10)."""
+        if self.cache is not None:
+            self.queried_tokens += sum(len(sequence.tokens) for sequence, _ in starts)
+            self.hit_tokens += sum(len(hits) for _, hits in starts) * self.block_size
 
     # -- growth ------------------------------------------------------------------------------------------
 
@@ -138,10 +146,9 @@ class BlockManager:
         if not sequence.request.forked:
             return  # nothing is speculated before the fork, and its children share written blocks alone
         end = min(sequence.scheduled + self.lookahead, sequence.request.max_len - 1)
-        missing = self.blocks_for(end) - len(sequence.table)
-        spare = self.pool.available - self.watermark
-        if missing > 0 and spare > 0:
-            sequence.table += self.pool.allocate(min(missing, spare))
+        count = min(self.blocks_for(end) - len(sequence.table), self.pool.available - self.watermark)
+        if count > 0:
+            sequence.table += self.pool.allocate(count)
 
     # -- progress ----------------------------------------------------------------------------------------
 
@@ -154,12 +161,8 @@ class BlockManager:
 
     def released_by_sliding(self, sequences: list[Sequence]) -> int:
         """Blocks that `slide` would make available for ``sequences`` (of one request). Changes nothing."""
-        holders: dict[int, int] = {}
-        for sequence in sequences:
-            for index in self._left_window(sequence):
-                block = sequence.table[index]
-                holders[block] = holders.get(block, 0) + 1
-        return sum(1 for block, count in holders.items() if self.pool.refs[block] == count)
+        left = [sequence.table[index] for sequence in sequences for index in self._left_window(sequence)]
+        return self._held_alone(left)
 
     def slide(self, sequence: Sequence) -> None:
         """Put the null block in place of the blocks that no later position can read (ACC-2, ACC-9)."""
@@ -220,14 +223,7 @@ class BlockManager:
 
     def frees_a_block(self, request: Request) -> bool:
         """Whether some block is held by the request's sequences alone (PRE-5)."""
-        refs = self.pool.refs
-        if len(request.live) == 1:
-            return any(refs[block] == 1 for block in request.live[0].table)
-        holders: dict[int, int] = {}
-        for sequence in request.live:
-            for block in sequence.table:
-                holders[block] = holders.get(block, 0) + 1
-        return any(refs[block] == count for block, count in holders.items())
+        return self._held_alone(block for sequence in request.live for block in sequence.table) > 0
 
     # -- swap --------------------------------------------------------------------------------------------
 
@@ -262,11 +258,9 @@ class BlockManager:
         for sequence in request.live:
             distinct.update(dict.fromkeys(block for block in sequence.host_table if block != NO_HOST_BLOCK))
             need += self.blocks_for(len(sequence.tokens)) - len(sequence.host_table)
-        writers: dict[int, int] = {}
-        for sequence in request.live:
-            if sequence.done % self.block_size:
-                writers[sequence.host_table[-1]] = writers.get(sequence.host_table[-1], 0) + 1
-        need += len(distinct) + sum(count - 1 for count in writers.values())
+        # Those that go on writing in one block: the last of them may write in place, the others get a copy.
+        writers = Counter(sequence.host_table[-1] for sequence in request.live if sequence.done % self.block_size)
+        need += len(distinct) + writers.total() - len(writers)
         return need <= self.pool.available - self.watermark
 
     def swap_in(self, request: Request, moves: list[Move]) -> None:
@@ -292,6 +286,11 @@ class BlockManager:
     @property
     def _null(self) -> int:
         return NULL_BLOCK if self.pool.reserved else -1
+
+    def _held_alone(self, blocks: Iterable[int]) -> int:
+        """How many of ``blocks``, each named once for every holder that is counted, nobody else holds."""
+        refs = self.pool.refs
+        return sum(refs[block] == count for block, count in Counter(blocks).items())
 
     def _device_blocks(self, table: list[int]) -> list[int]:
         """A copy of ``table`` without null blocks."""

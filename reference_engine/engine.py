@@ -168,7 +168,6 @@ class Engine:
     def _retire(self, sequence: Sequence) -> None:
         """End a sequence. Without a pipeline nothing can reuse its blocks before the step is committed."""
         sequence.ended = True
-        sequence.grant = 0
         self.blocks.retire(sequence, defer=sequence.in_flight > 0 and self.config.pipeline_depth > 1)
 
     def _finish(self, request: Request) -> FinishedRequest:

@@ -46,10 +46,10 @@ class PrefixCache:
         """
         hits: list[int] = []
         node = self._root.children.get(identity)
+        if node is None:
+            return hits
         size = self.block_size
         for start in range(0, (len(tokens) - 1) // size * size, size):
-            if node is None:
-                break
             node = node.children.get(tuple(tokens[start : start + size]))
             if node is None or node.block == _NO_BLOCK:
                 break

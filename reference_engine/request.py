@@ -53,7 +53,7 @@ class Sequence:
         """Full blocks at the front of the table already offered to the prefix cache."""
         self.ended = False
         self.grant = 0
-        """Tokens of this step's budget given to the sequence."""
+        """Tokens of this step's budget given to the sequence, if it is on the running set."""
         self.last_step = -1
 
     @property
@@ -74,7 +74,7 @@ class Sequence:
     def restart(self) -> None:
         """Forget all computed positions; every token stays, to be prefilled again (KV-6)."""
         assert not self.table and not self.in_flight, "only a sequence without blocks and at rest can restart"
-        self.scheduled = self.done = self.pending = self.published = self.grant = 0
+        self.scheduled = self.done = self.pending = self.published = 0
 
 
 class Request:

@@ -262,12 +262,8 @@ class Scheduler:
 
     def _victim(self, asking: Request) -> Request | None:
         """The least urgent running request that frees a block, at the last ``asking`` (PRE-3, PRE-5)."""
-        for request in reversed(self.running):
-            if self.blocks.frees_a_block(request):
-                return request
-            if request is asking:
-                return None
-        raise AssertionError("the asking request is running")
+        candidates = self.running[self.running.index(asking) :]
+        return next((request for request in reversed(candidates) if self.blocks.frees_a_block(request)), None)
 
     def _preempt(self, plan: Plan, preemption: Preemption) -> None:
         """Take the victim off the running set: to the host pool when that holds it, else back to its prompt.
@@ -276,8 +272,6 @@ class Scheduler:
         """
         victim = preemption.request
         self.remove(victim)
-        for sequence in victim.live:
-            sequence.grant = 0
         if self._can_swap_out(victim):
             self.blocks.swap_out(victim, plan.moves)
             victim.status = Status.SWAPPED
@@ -359,6 +353,8 @@ class Scheduler:
             budget -= tokens
         if hits is not None:
             self.blocks.admit(starts)
+            if request.preempted_in < 0:  # what a request finds again that was preempted is no hit
+                self.blocks.count_hits(starts)
         for sequence, _ in starts:
             self.blocks.append(sequence, plan.moves)
             self._run(plan, sequence)

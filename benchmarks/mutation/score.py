@@ -117,9 +117,13 @@ def _changed(diff: str) -> tuple[str, str]:
 
 
 def equivalents() -> dict[Mutant, str]:
-    """Mutant -> the reason why it behaves as the engine does."""
+    """Mutant -> the reason why no contract can kill it. An entry gives it for all that a line ``becomes``."""
     entries = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8")).get("mutant", [])
-    return {Mutant(one["file"], one["within"], one["line"], one["becomes"]): one["reason"] for one in entries}
+    return {
+        Mutant(one["file"], one["within"], one["line"], becomes): one["reason"]
+        for one in entries
+        for becomes in one["becomes"]
+    }
 
 
 def judge(found: list[Outcome], known: dict[Mutant, str]) -> int:

@@ -11,6 +11,7 @@ def snapshot_of(scheduler: Any) -> Snapshot:
     """The block pool, every request's tables and the queues. O(pool)."""
     manager = scheduler.kv_cache_manager
     pool = manager.block_pool
+    null = pool.null_block
     free: list[int] = []
     cached: list[int] = []
     for block in pool.free_block_queue.get_all_free_blocks():
@@ -24,9 +25,9 @@ def snapshot_of(scheduler: Any) -> Snapshot:
     return Snapshot(
         free=free,
         cached=cached,
-        reserved=[pool.null_block.block_id],
+        reserved=[null.block_id],
         held=held,
-        ref_counts={block.block_id: block.ref_cnt for block in pool.blocks if block.ref_cnt and not block.is_null},
+        ref_counts={block.block_id: block.ref_cnt for block in pool.blocks if block.ref_cnt and block is not null},
         waiting=[
             name for name, request in scheduler.requests.items() if name not in known and not request.is_finished()
         ],

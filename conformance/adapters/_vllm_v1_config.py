@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from conformance.adapters import _vllm_v1_connector
 from conformance.adapters._vllm_v1_connector import CONNECTOR, TransferSettings
+from conformance.adapters._vllm_v1_early import WITHOUT_A_MODEL, EarlyScheduler
 from conformance.adapters._vllm_v1_options import SCHEDULER_FIELDS, is_async, is_eagle, model_runner_of, transfers_of
 from conformance.adapters._vllm_v1_release import Release, accepted, model_folder, takes
 from conformance.protocol import ConfigRefused, EngineConfig, KVCacheGroup
@@ -65,6 +66,8 @@ def _model_config(release: Release) -> Any:
         "max_model_len": 1 << 16,
         "enforce_eager": True,
     }
+    if takes(release.model_config, "task") and release.is_early:
+        arguments["task"] = "generate"
     return release.model_config(**accepted(release.model_config, arguments))
 
 
@@ -232,15 +235,19 @@ def build(release: Release, config: EngineConfig) -> Setup:
         arguments = {
             "vllm_config": vllm_config,
             "kv_cache_config": kv_cache_config,
-            "structured_output_manager": release.structured_output_manager(vllm_config),
+            "structured_output_manager": None if release.is_early else release.structured_output_manager(vllm_config),
             "block_size": block_size,
             "hash_block_size": hash_block_size,
             "log_stats": True,
         }
+        if release.is_early:
+            arguments |= WITHOUT_A_MODEL
         try:
             scheduler = scheduler_class(**accepted(release.scheduler.__init__, arguments))
         except AssertionError as error:
             raise ConfigRefused(str(error) or "the scheduler asserts otherwise") from error
+    if release.is_early:
+        scheduler = EarlyScheduler(scheduler)
     if config.encoder_cache_size:
         scheduler.encoder_cache_manager = type(scheduler.encoder_cache_manager)(config.encoder_cache_size)
         scheduler.max_num_encoder_input_tokens = config.encoder_cache_size

@@ -18,6 +18,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "model_runner": _RUNNERS,
     "speculative_method": _METHODS,
     "pause": ("none", "new", "all"),
+    "streaming_input": ("none", "queued", "late"),
     "kv_connector": ("none", "sync", "async"),
     "kv_role": ("kv_both", "kv_consumer", "kv_producer"),
     "kv_load_failure_policy": ("recompute", "fail"),
@@ -43,6 +44,8 @@ _OPTIONS = {
     "divide every group's blocks. Hits inside a block need a group of recurrent state.",
     "speculative_method": "How drafts are proposed, with num_speculative_tokens: ngram (default), or eagle, whose "
     "draft model writes KV of its own ahead of the drafts and makes the engine drop or prove the end of a hit.",
+    "streaming_input": "Requests whose prompt comes in parts: not taken (none, default), all parts sent at once "
+    "(queued), or each a few steps after the answer to the one before (late).",
     "kv_connector": "Where KV of prompts is loaded from: none (default), or a connector of ours whose loads are there "
     "in time (sync) or in a later step (async).",
     "kv_role": "Whether the connector loads (kv_consumer), sends (kv_producer) or both (kv_both, default).",
@@ -74,6 +77,7 @@ _REIMPLEMENTS = (
     "Is the KV connector and its workers: what is loaded, how late, what fails and what is sent is drawn by request.",
     "Has both model runners forget tokens that follow a failed load, which that of v2 does not (vLLM issue 49250).",
     "Keeps recurrent state as model runners do in cache mode align: the last state is carried on from block to block.",
+    "Sends the parts of a prompt that comes in parts, as the engine's front does for its client.",
     "Pauses, and counts for the limits of the queue, in place of the engine's front.",
     "Collects the output tokens that the engine core would send to its client.",
 )
@@ -88,6 +92,8 @@ def _option_names(release: Release) -> dict[str, str]:
         there.add("prefix_match_unit")
     if release.has_model_runner_v2:
         there.add("model_runner")
+    if takes(release.request, "resumable"):
+        there.add("streaming_input")
     if hasattr(release.scheduler, "set_pause_state"):
         there.add("pause")
     if takes(release.scheduler.reset_prefix_cache, "reset_running_requests"):
@@ -140,7 +146,8 @@ def transfers_of(config: EngineConfig) -> TransferSettings | None:
         load_steps_max=int(options.get("kv_load_steps", 0)),
         failing=int(options.get("kv_load_failures", 0)),
         by_request=len(groups) > 1,
-        whole=not has_window(config) or bool(options.get("known_faults")),
+        whole=not any(group.state for group in groups)
+        and (not has_window(config) or bool(options.get("known_faults"))),
         send_steps=0 if role == "kv_consumer" else int(options.get("kv_send_steps", 0)),
     )
 
@@ -169,20 +176,20 @@ def _features(release: Release, config: EngineConfig) -> frozenset[Feature]:
     features: set[Feature] = {
         "abort",
         "chunked_prefill",
-        "identity",
-        "kv_cache_groups",
         "length_limit",
-        "pipeline",
         "prefix_caching",
-        "priority",
         "recompute",
-        "sliding_window",
         "snapshot",
-        "speculation",
         "stop_token",
         "token_budget",
         "usage",
     }
+    if takes(release.request, "cache_salt"):
+        features.add("identity")
+    if takes(release.request, "priority"):
+        features.add("priority")
+    if not release.is_early:  # of which what is plain is driven
+        features |= {"kv_cache_groups", "pipeline", "sliding_window", "speculation"}
     if release.mm_feature is not None and takes(release.request, "mm_features"):
         features.add("encoder_cache")
     if hasattr(release.specs, "MambaSpec") and takes(release.specs.MambaSpec, "mamba_cache_mode"):
@@ -193,6 +200,8 @@ def _features(release: Release, config: EngineConfig) -> frozenset[Feature]:
         features.add("kv_connector")
     if config.enable_prefix_caching:
         features.add("reset_prefix_cache")
+    if config.engine_options.get("streaming_input", "none") != "none":
+        features.add("streaming_input")
     return frozenset(features)
 
 
@@ -218,6 +227,7 @@ def capabilities_of(release: Release, config: EngineConfig) -> Capabilities:
         "prefill_schedule_interval": (2, 3),
         "speculative_method": _METHODS,
         "reset_running_requests": (True, False),
+        "streaming_input": ("none", "queued", "late"),
         "kv_connector": ("none", "none", "sync", "async"),
         "kv_role": _CHOICES["kv_role"],
         "kv_load_steps": (0, 1, 3),
@@ -267,7 +277,7 @@ def check(release: Release, config: EngineConfig, capabilities: Capabilities) ->
             raise ConfigRefused(f"engine_options {name} = {options[name]!r}: taken are {', '.join(choices)}")
     transfers = transfers_of(config)
     if not options.get("known_faults"):
-        for fault in known_faults(config, transfers):
+        for fault in known_faults(release, config, transfers):
             raise ConfigRefused(f"{fault}: the engine is known to break with it; taken with known_faults = true")
     if any(group.state for group in config.kv_cache_groups):
         _check_states(config, transfers)
@@ -284,8 +294,13 @@ def check(release: Release, config: EngineConfig, capabilities: Capabilities) ->
 
 def _check_states(config: EngineConfig, transfers: TransferSettings | None) -> None:
     """What groups of recurrent state are not driven with, and how large their blocks are."""
-    if config.num_speculative_tokens or transfers is not None:
-        raise ConfigRefused("kv_cache_groups of recurrent state: not driven with drafts or with a connector")
+    if config.num_speculative_tokens:
+        raise ConfigRefused("kv_cache_groups of recurrent state: not driven with drafts")
+    if transfers is not None and config.pipeline_depth > 1 and config.engine_options.get("prefix_match_unit"):
+        raise ConfigRefused(
+            "kv_cache_groups of recurrent state: not driven with a connector, prefix_match_unit and steps in flight, "
+            "until whose end the engine keeps the blocks of a copy apart from its tables"
+        )
     sizes = {group.block_size for group in config.kv_cache_groups if group.state}
     if config.enable_prefix_caching and sizes != {config.block_size}:
         raise ConfigRefused("kv_cache_groups: with a prefix cache, blocks of recurrent state are of block_size tokens")

@@ -33,8 +33,10 @@ _QUIET = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
 }
-_LANDMARK = "vllm.v1.core.kv_cache_coordinator"
-"""The oldest releases of V1 do without it; looked for before anything is touched that another adapter might use."""
+_LANDMARKS = ("vllm.v1.core.kv_cache_coordinator", "vllm.v1.core.specialized_manager")
+"""Later releases have the first, vLLM 0.8 the second and those between neither; looked for before anything is touched
+that another adapter might use."""
+_EARLY = _LANDMARKS[1]
 _ARCHITECTURE = "KvconformForCausalLM"
 _MODEL_CONFIG = {
     "architectures": [_ARCHITECTURE],
@@ -97,6 +99,11 @@ class Release:
     """None where the scheduler cannot be paused."""
     refusals: tuple[type[Exception], ...]
     """What the engine's front raises when it does not take what its user asks for."""
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the scheduler is one of before there were KV-cache groups (vLLM 0.8)."""
+        return importlib.util.find_spec(_EARLY) is not None
 
     @property
     def has_model_runner_v2(self) -> bool:
@@ -179,6 +186,8 @@ def _prompt_check(engine: Any, position: Any) -> Callable[[Request, EngineConfig
             skip_prompt_length_check=False,
             mm_encoder_cache_size=config.encoder_cache_size,
         )
+        if "get_lora_tokenizer" in engine._validate_model_input.__code__.co_names:
+            stand_in.tokenizer = SimpleNamespace(get_lora_tokenizer=lambda _: SimpleNamespace(max_token_id=1 << 20))
         if hasattr(engine, "_validate_prompt_len"):
             stand_in._validate_prompt_len = functools.partial(engine._validate_prompt_len, stand_in)
         inputs: dict[str, Any] = {"type": "token", "prompt_token_ids": request.prompt}
@@ -205,8 +214,8 @@ def installed_release() -> Release:
     version = "of unknown version"
     try:
         version = str(importlib.import_module("vllm").__version__)
-        importlib.import_module(_LANDMARK.rpartition(".")[0])
-        if importlib.util.find_spec(_LANDMARK) is not None:
+        importlib.import_module(_EARLY.rpartition(".")[0])
+        if any(importlib.util.find_spec(name) is not None for name in _LANDMARKS):
             platforms: Any = importlib.import_module("vllm.platforms")
             platforms._current_platform = _no_device(importlib.import_module("vllm.platforms.interface"))
             _register_model()
@@ -227,7 +236,7 @@ def _first(*names: str) -> Any:
 
 
 def _probe(version: str) -> Release:
-    importlib.import_module(_LANDMARK)
+    _first(*_LANDMARKS)
     config = importlib.import_module("vllm.config")
     inputs = importlib.import_module("vllm.multimodal.inputs")
     outputs = importlib.import_module("vllm.v1.outputs")

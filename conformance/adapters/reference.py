@@ -272,6 +272,8 @@ class ReferenceAdapter:
             waiting=len(scheduler.waiting),
             swapped=len(scheduler.swapped),
             preemptions=scheduler.num_preemptions,
+            queried_tokens=self.engine.blocks.queried_tokens,
+            hit_tokens=self.engine.blocks.hit_tokens,
         )
 
     def snapshot(self) -> Snapshot:

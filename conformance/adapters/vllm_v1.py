@@ -1,7 +1,8 @@
 """vLLM's V1 engine: its unmodified `Scheduler` and `AsyncScheduler`, driven from the model runner's seat.
 
-One adapter for the releases from 0.10.0 on. What differs between them (constructor arguments, fields of the
-configuration and of the scheduler's output, two model runners) is read off the installed classes.
+One adapter for the releases from 0.10.0 on and, as far as plain features go, for 0.8.5. What differs between them
+(constructor arguments, fields of the configuration and of the scheduler's output, two model runners) is read off the
+installed classes.
 
 What an oracle has to know about this engine:
 
@@ -18,6 +19,8 @@ What an oracle has to know about this engine:
   taken for granted before they are sampled; otherwise a request waits for its token, as in pipeline parallelism.
 - With a KV connector, blocks of whoever is over, or was aborted while it loaded, may be kept for a few steps.
 - Of recurrent state, a cached one inside a block is copied before its request runs on (``copies_cached_states``).
+- Of a prompt that comes in parts (``streaming_input``), whoever waits for the next one keeps its blocks, and runs
+  before anybody who has none.
 - Combinations of options that no release gets right are refused unless ``known_faults`` asks for them.
 - The engine's own start-up check refuses a pool that cannot hold one sequence of ``max_model_len``.
 """
@@ -30,11 +33,14 @@ from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import msgspec
+
 from conformance.adapters._vllm_v1_books import PreemptionLog, snapshot_of
 from conformance.adapters._vllm_v1_config import Setup, build
 from conformance.adapters._vllm_v1_connector import StepTransfers, Transfers
 from conformance.adapters._vllm_v1_options import capabilities_of, check, is_async, model_runner_of
 from conformance.adapters._vllm_v1_release import Release, accepted, installed_release, takes
+from conformance.adapters._vllm_v1_streaming import StreamedInputs, inputs_of
 from conformance.adapters._vllm_v1_worker import InputBatch, Sampling
 from conformance.protocol import (
     AdapterError,
@@ -97,6 +103,7 @@ class VllmV1Engine:
         self._check_admission = self._admission_check(setup.scheduler.scheduler_config)
         self._loras: dict[str, Any] = {}
         self._outputs: dict[RequestId, list[int]] = {}
+        self._inputs_to_come = StreamedInputs(late=config.engine_options.get("streaming_input") == "late")
         self._queue: deque[_Step] = deque()
         self._steps = 0
         self._late: list[Finished] = []
@@ -111,20 +118,35 @@ class VllmV1Engine:
         release = self._release
         if request.n > 1:
             raise RequestRefused(f"n = {request.n}: vLLM {release.version} samples in parallel above the engine")
+        inputs = inputs_of(request)
         try:
             if self._check_admission is not None:
                 self._check_admission()
-            release.validate_prompt(request, self._config)
-            params = release.sampling_params(
-                max_tokens=request.max_tokens,
-                ignore_eos=True,
-                detokenize=False,
-                stop_token_ids=[] if request.stop_token is None else [request.stop_token],
-            )
+            for one in inputs:
+                release.validate_prompt(one, self._config)
+            first, *more = [self._request(one, resumable=bool(request.streamed)) for one in inputs]
         except release.refusals as error:
             raise RequestRefused(str(error)) from error
+        self._outputs[request.request_id] = []
+        self._scheduler.add_request(first)
+        if more:
+            closing = msgspec.structs.replace(request, prompt=[0], encoder_items=())
+            more.append(self._request(closing, resumable=False))
+            for one in self._inputs_to_come.take(request.request_id, more):
+                self._scheduler.add_request(one)
+
+    def _request(self, request: Request, *, resumable: bool) -> Any:
+        """The engine's own request. Raises one of the release's ``refusals``."""
+        release = self._release
+        params = release.sampling_params(
+            max_tokens=request.max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            stop_token_ids=[] if request.stop_token is None else [request.stop_token],
+        )
         arguments = {
             "request_id": request.request_id,
+            "resumable": resumable,
             "prompt_token_ids": list(request.prompt),
             "sampling_params": params,
             "pooling_params": None,
@@ -147,8 +169,7 @@ class VllmV1Engine:
                 for item in request.encoder_items
             ],
         }
-        self._outputs[request.request_id] = []
-        self._scheduler.add_request(release.request(**accepted(release.request, arguments)))
+        return release.request(**accepted(release.request, arguments))
 
     def _lora(self, name: str) -> Any:
         if not name:
@@ -177,12 +198,15 @@ class VllmV1Engine:
         """Pass the id on to the scheduler, whether it is known or not."""
         self._scheduler.finish_requests(request_id, self._release.request_status.FINISHED_ABORTED)
         self._outputs.pop(request_id, None)
+        self._inputs_to_come.forget(request_id)
 
     def schedule(self) -> StepPlan:
         """One turn of the engine core's loop up to the model: nothing at all when there is nothing to do."""
         plan = StepPlan(step=self._steps)
         self._steps += 1
         scheduler = self._scheduler
+        for request in self._inputs_to_come.due(plan.step):
+            scheduler.add_request(request)
         if self._pause != "none":
             plan.paused = plan.step % _PAUSE_EVERY >= _PAUSE_FROM
             states = self._release.pause_state
@@ -251,12 +275,13 @@ class VllmV1Engine:
             "prompt_logprobs_dict": {},
             "pooler_output": [],
         }
-        drafts = self._drafts(tokens_of, sampled) if self._proposes else None
+        drafts = self._drafts(names, sampled) if self._proposes else None
         if takes(self._release.model_runner_output, "spec_token_ids"):
             arguments["spec_token_ids"] = None if drafts is None else [drafts.get(name, []) for name in names]
         if entry.transfers is not None:
             arguments["kv_connector_output"] = self._connector_output(entry.transfers)
-        answers = self._scheduler.update_from_output(entry.output, self._release.model_runner_output(**arguments))
+        kind = self._release.model_runner_output
+        answers = self._scheduler.update_from_output(entry.output, kind(**accepted(kind, arguments)))
         for answer in answers.values():
             for output in answer.outputs:
                 tokens = self._outputs.get(output.request_id)
@@ -267,11 +292,21 @@ class VllmV1Engine:
                     finished.append(
                         Finished(request_id=output.request_id, outputs=[tokens], reason=str(output.finish_reason))
                     )
-                    del self._outputs[output.request_id]
+                    self._end(output.request_id)
         if drafts and self._release.draft_token_ids is not None:
             self._scheduler.update_draft_token_ids(
                 self._release.draft_token_ids(list(drafts), [list(tokens) for tokens in drafts.values()])
             )
+
+    def _end(self, request_id: RequestId) -> None:
+        """The outputs asked for are there: the request is over, or goes on with its next input."""
+        request = self._scheduler.requests.get(request_id)
+        if request is None or request.is_finished():
+            self._inputs_to_come.forget(request_id)
+            del self._outputs[request_id]
+        else:
+            self._inputs_to_come.answered(request_id, self._steps)
+            self._outputs[request_id] = []
 
     def _connector_output(self, transfers: StepTransfers) -> Any:
         """What the workers' side of the connector reports of a step."""
@@ -286,8 +321,8 @@ class VllmV1Engine:
 
     @staticmethod
     def _drafts(names: Iterable[RequestId], sampled: Mapping[SequenceKey, Sampled]) -> dict[RequestId, list[int]]:
-        """What the model runner proposes for the next step of each request that sampled."""
-        return {name: sampled[name, 0].drafts for name in names if (name, 0) in sampled}
+        """What the model runner proposes for the next step of each request that ran: nothing unless it sampled."""
+        return {name: sampled[name, 0].drafts if (name, 0) in sampled else [] for name in names}
 
     def reset_prefix_cache(self) -> bool:
         """Pass on to the scheduler."""

@@ -22,6 +22,8 @@ class AccountingOracle(Oracle):
     def __init__(self, ledger: Ledger, report: Report) -> None:
         super().__init__(ledger, report)
         self._preemptions = 0
+        self._queried = self._hit = 0
+        """Prompt tokens looked up in the prefix cache, and found there, by requests that started."""
         self._commits = 0
         self._released_at_commit = -(1 << 30)
         """Commit number at which blocks were last released early, for engines that defer frees."""
@@ -46,6 +48,9 @@ class AccountingOracle(Oracle):
         for row in facts.rows:
             if row.previous and row.record.request.state is RequestState.RUNNING:
                 self._check_growth(row, moved)
+            if row.admitted and self.ledger.config.enable_prefix_caching:
+                self._queried += len(row.record.tokens)
+                self._hit += row.plan.first
         self._preemptions += len(facts.preempted)
         if facts.preempted:
             self._released_at_commit = self._commits
@@ -144,14 +149,7 @@ class AccountingOracle(Oracle):
             self._in_flight += 1
         elif not self._in_flight:
             self._commits += 1  # nothing is in flight that could hold a block
-        if usage.preemptions is not None and usage.preemptions != self._preemptions:
-            self.report(
-                "ACC-10",
-                f"the engine's preemption counter after step {facts.plan.step}",
-                expected=str(self._preemptions),
-                got=str(usage.preemptions),
-            )
-            self._preemptions = usage.preemptions
+        self._check_counters(facts)
         self._check_queues(facts)
         if usage.free_blocks is None or not self._exact:
             return
@@ -164,6 +162,22 @@ class AccountingOracle(Oracle):
         if self._difference != usage.free_blocks - expected:  # else reported at an earlier step
             self._difference = usage.free_blocks - expected
             self.unsettled = self._judge_free(facts, usage.free_blocks, expected)
+
+    def _check_counters(self, facts: StepFacts) -> None:
+        """ACC-10: what the engine counts up: preemptions, and what the prefix cache was asked for and had."""
+        usage = facts.usage_after
+        for name, figure, count in (
+            ("preemption counter", usage.preemptions, self._preemptions),
+            ("count of prompt tokens looked up in the prefix cache", usage.queried_tokens, self._queried),
+            ("count of prompt tokens found in the prefix cache", usage.hit_tokens, self._hit),
+        ):
+            if figure is not None and figure != count:
+                self.report(
+                    "ACC-10",
+                    f"the engine's {name} after step {facts.plan.step}",
+                    expected=str(count),
+                    got=str(figure),
+                )
 
     def _check_queues(self, facts: StepFacts) -> None:
         """ACC-10: who runs, waits and is swapped out, by the engine's figures and by what its plans have shown."""

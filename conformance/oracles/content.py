@@ -115,6 +115,8 @@ class ContentOracle(Oracle):
                 low, high = max(load.first, index * size), min(end, (index + 1) * size)
                 if load.failed_from is not None and low >= load.failed_from:
                     shadow.zero(block)
+                elif group in self._state_groups:
+                    shadow.write([block], 0, [nodes[high - 1]])
                 else:
                     shadow.write(table, low, nodes[low:high])
 

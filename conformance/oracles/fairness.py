@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from conformance.ledger import Ledger, RequestRecord, RequestState, Row, StepFacts
 from conformance.oracles.base import Oracle, Report
 
@@ -50,6 +52,8 @@ class FairnessOracle(Oracle):
             for row in admitted:
                 if not row.record.request.loads:  # else it may hold its blocks already
                     self._judge_priority(facts, row, waiting)
+                if row.record.request.state is RequestState.SWAPPED:
+                    self._judge_swapped(facts, row.record.request, in_plan)
 
     def _judge_turns(self, facts: StepFacts) -> None:
         """FAIR-1 on the running set: who is on it gets a turn, sooner or later, while later arrivals get theirs."""
@@ -103,6 +107,28 @@ class FairnessOracle(Oracle):
                     f"{facts.plan.step} while {spec.request_id} of priority {spec.priority} waits and fits",
                     expected=f"{spec.request_id} first (smaller is more urgent)",
                     got=f"{newcomer.request_id} runs",
+                )
+                return
+
+    def _judge_swapped(self, facts: StepFacts, back: RequestRecord, in_plan: Collection[str]) -> None:
+        """FAIR-2 among those swapped out: of two that need as much, the more urgent one comes back first."""
+        if any(self.ledger.group_windows):
+            return  # how many blocks one needs does not follow from its length
+        for request in self.ledger.preempted.values():
+            spec = request.spec
+            if (
+                request.state is RequestState.SWAPPED
+                and spec.request_id not in in_plan
+                and spec.priority < back.spec.priority
+                and spec.n == back.spec.n == 1
+                and len(request.sequences[0].tokens) <= len(back.sequences[0].tokens)
+            ):
+                self.report(
+                    "FAIR-2",
+                    f"{back.spec.request_id} of priority {back.spec.priority} is swapped in in step "
+                    f"{facts.plan.step} while {spec.request_id} of priority {spec.priority} waits and fits",
+                    expected=f"{spec.request_id} first (smaller is more urgent)",
+                    got=f"{back.spec.request_id} runs",
                 )
                 return
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from conformance.ledger import RequestState, StepFacts
+from conformance.ledger import HOLDING, StepFacts
 from conformance.need import PreemptionVerdict, blocks_released, judge_preemptions
 from conformance.oracles.base import Oracle
 
@@ -43,8 +43,8 @@ class PreemptionOracle(Oracle):
                 got=f"preemption {request.preemptions + 1} of {who}; {verdict.full_need} of "
                 f"{verdict.usable} usable blocks would serve everybody to the end",
             )
-        loading = any(other.state is RequestState.LOADING for other in self.ledger.live.values())
-        if verdict.released == 0 and not loading:  # who loads, and shares its blocks, cannot be made to let go
+        holding = any(other.state in HOLDING for other in self.ledger.live.values())
+        if verdict.released == 0 and not holding:  # who shares its blocks cannot be made to let go
             self.report(
                 "PRE-5",
                 f"the preemption of {who} in step {step} frees no block",
@@ -55,10 +55,13 @@ class PreemptionOracle(Oracle):
     def _judge_order(self, facts: StepFacts) -> None:
         policy = self.ledger.config.scheduling_policy
         victims = {request.spec.request_id for request, _ in facts.preempted}
-        keeping = [r for r in facts.running_before if r.spec.request_id not in victims and r.unfinished()]
+        # Who was loaded, or had its items find no room, was passed over then or may have come out of turn.
+        keeping = [
+            r for r in facts.running_before if r.spec.request_id not in victims and r.unfinished() and not r.loads
+        ]
         for request, _ in facts.preempted:
             if request.spec.encoder_items or request.loads:
-                continue  # it may have been passed over while its items found no room, and so be the newcomer
+                continue
             for other in keeping:
                 if other.rank(policy) > request.rank(policy) and blocks_released(self.ledger, other, Counter()):
                     later = "arrived later" if other.spec.priority == request.spec.priority else "is less urgent"
@@ -76,14 +79,19 @@ class PreemptionOracle(Oracle):
         away = [*self.ledger.preempted.values(), *(request for request, _ in facts.preempted)]
         if not away:
             return
-        admitted = [row.record.request for row in facts.rows if row.admitted]
+        # Who was loaded may have had its blocks before anybody was preempted.
+        admitted = [row.record.request for row in facts.rows if row.admitted and not row.record.request.loads]
         if not admitted:
             return
         back = {row.record.request.spec.request_id for row in facts.rows}
         back.update(rejection.request_id for rejection in facts.plan.rejected)
         back.update(load.request_id for load in facts.plan.loads)
         for request in away:
-            if request.spec.request_id in back or request.state is RequestState.LOADING:
+            if (
+                request.spec.request_id in back
+                or request.state in HOLDING
+                or self.ledger.may_lack_encoder_room(request)
+            ):
                 continue
             since = facts.plan.step if request.preempted_step is None else request.preempted_step
             for newcomer in admitted:

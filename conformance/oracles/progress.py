@@ -162,8 +162,10 @@ class ProgressOracle(Oracle):
         head = self._head()
         if head is None or self._why_not_servable(head) or head.arrived_step > facts.plan.step:
             return
-        if head.spec.encoder_items and any(other.spec.encoder_items for other in ledger.running.values()):
-            return  # its items may find no room in the encoder cache
+        # Whoever has passed it over, when there was no room for its encoder items, returns before it.
+        passed_over = head.spec.encoder_items and any(request is not head for request in ledger.preempted.values())
+        if passed_over or ledger.may_lack_encoder_room(head):
+            return
         free = min(ledger.free_blocks, facts.free_before)  # what the step itself gave back came too late
         if facts.usage_after.free_blocks is not None:
             free = min(free, facts.usage_after.free_blocks)
@@ -218,15 +220,17 @@ class ProgressOracle(Oracle):
         return 1
 
     def _head(self) -> RequestRecord | None:
-        """Who is to run next: None when nobody waits, or somebody is swapped out (who then goes first)."""
+        """Who is to run next: None if nobody waits, or somebody is swapped out (who goes first) or out of turn."""
         ledger = self.ledger
         if len(ledger.running) == len(ledger.live):
             return None
         if any(request.state is RequestState.SWAPPED for request in ledger.preempted.values()):
             return None
-        queued = (request for request in ledger.live.values() if request.state is not RequestState.RUNNING)
+        queued = [request for request in ledger.live.values() if request.state is not RequestState.RUNNING]
+        if any(request.loads for request in queued):
+            return None
         if ledger.config.scheduling_policy == "fcfs":
-            return next(queued, None)  # live requests are in order of arrival
+            return queued[0] if queued else None  # live requests are in order of arrival
         return min(queued, key=lambda request: request.rank("priority"), default=None)
 
     # -- outputs -----------------------------------------------------------------------------------------

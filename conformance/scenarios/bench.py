@@ -206,6 +206,8 @@ def features_of(operation: Operation) -> set[Feature]:
                 needed.add("identity")
             if operation.encoder_sizes:
                 needed.add("encoder_cache")
+            if operation.streamed:
+                needed.add("streaming_input")
         case Abort() | AbortEnded():
             needed.add("abort")
         case ResetPrefixCache():

@@ -35,9 +35,12 @@ pytestmark = pytest.mark.filterwarnings("default")  # importing these releases w
 @pytest.fixture(scope="module", autouse=True)
 def release() -> Release:
     try:
-        return installed_release()
+        found = installed_release()
     except AdapterError as error:
         pytest.skip(str(error))
+    if found.is_early:
+        pytest.skip("what of vLLM 0.8 is driven is in a module of its own")
+    return found
 
 
 def config_of(options: dict[str, OptionValue] | None = None, **fields: Any) -> EngineConfig:

@@ -10,7 +10,7 @@ from conformance.adapters._vllm_v1_connector import Transfers, TransferSettings
 from conformance.adapters._vllm_v1_release import installed_release
 from conformance.adapters.vllm_v1 import make
 from conformance.operations import Abort, Add, Drain, Operation, Step
-from conformance.protocol import AdapterError, ConfigRefused, EngineConfig, OptionValue
+from conformance.protocol import AdapterError, ConfigRefused, EngineConfig, KVCacheGroup, OptionValue
 from conformance.session import Session
 
 PROMPTED = 40
@@ -155,6 +155,52 @@ def test_loads_keep_the_contract(kind: str, pipeline: str, caching: bool) -> Non
     )
     assert not session.run(WORKLOAD)
     assert session.ledger.behaviours["late load arrived" if kind == "async" else "KV loaded in time"]
+
+
+def session_with_states(kind: str, *, caching: bool, **options: OptionValue) -> Session:
+    groups = (KVCacheGroup("full", 4), KVCacheGroup("state", 4 if caching else 32, state=True))
+    try:
+        return session_on(
+            {"kv_connector": kind, "kv_load_steps": 2, **options},
+            kv_cache_groups=groups,
+            enable_prefix_caching=caching,
+            num_blocks=60,
+        )
+    except ConfigRefused as refusal:
+        pytest.skip(str(refusal))
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("caching", [False, True], ids=["uncached", "cached"])
+def test_recurrent_states_are_loaded(caching: bool) -> None:  # noqa: FBT001
+    session = session_with_states("async", caching=caching)
+    assert not session.run(WORKLOAD)
+    assert bool(session.ledger.behaviours.get("late load arrived")) is caching  # else a block is as long as the model
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_state_that_does_not_come_with_the_rest_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = session_with_states("async", caching=True)
+    transfers = session.engine._transfers  # type: ignore[attr-defined]
+    allocated = transfers.allocated
+
+    def partly(request_id: str, tables: list[list[int]], num_tokens: int) -> None:
+        full, state = session.engine._order  # type: ignore[attr-defined]
+        tables[state] = [0] * len(tables[full])
+        allocated(request_id, tables, num_tokens)
+
+    monkeypatch.setattr(transfers, "allocated", partly)
+    assert "KV-1" in {violation.requirement for violation in session.run(WORKLOAD)}
+
+
+@pytest.mark.filterwarnings("default")
+def test_states_loaded_in_time_are_refused_with_a_prefix_cache() -> None:
+    with pytest.raises(ConfigRefused, match=r"sync loads with recurrent state|does not have: state_groups"):
+        session_on(
+            {"kv_connector": "sync"},
+            kv_cache_groups=(KVCacheGroup("full", 4), KVCacheGroup("state", 4, state=True)),
+            enable_prefix_caching=True,
+        )
 
 
 @pytest.mark.filterwarnings("default")

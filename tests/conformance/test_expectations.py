@@ -63,7 +63,35 @@ def test_an_entry_may_be_about_a_variant() -> None:
     assert known.applies("1")
 
 
+FUZZED = ONE.replace('cases = ["full-batch/paged-*"]', 'cases = ["fuzz"]').replace(">=0.6,<0.7", "")
+
+
+def engine_called(name: str) -> Capabilities:
+    return Capabilities(engine=name, version="1", features=frozenset())
+
+
+def test_an_entry_may_be_about_what_is_said() -> None:
+    known = parse(FUZZED + 'message = "*frees no block; got blocks *"', source="engine.toml")
+    tells = known.known(engine_called("engine"))
+    assert tells("PRE-7", "the preemption of r1 frees no block; got blocks [2]")
+    assert not tells("PRE-7", "the preemption of r1 frees no block; got no block held")
+    assert not tells("PRE-1", "the preemption of r1 frees no block; got blocks [2]")
+    assert not known.fuzzed("1")
+
+
+def test_an_entry_for_the_fuzzer_is_about_its_variant_alone() -> None:
+    known = parse(FUZZED + 'variant = "*async*"', source="engine.toml")
+    assert known.known(engine_called("engine (async)"))("PRE-7", "anything")
+    assert not known.known(engine_called("engine (sync)"))("PRE-7", "anything")
+    assert not known.fuzzed("1")
+
+
+def test_without_either_the_fuzzer_does_not_judge_the_requirement() -> None:
+    assert parse(FUZZED, source="engine.toml").fuzzed("1") == {"PRE-7"}
+
+
 MISTAKES = [
+    ('link = "', 'message = "*"\nlink = "', 'message: expected with cases of "fuzz" or "corpus" alone'),
     ("[[known]]", "[[known", "not valid TOML"),
     ("[[known]]", "[known]", "known: expected an array of tables, [[known]], got dict"),
     ("[[known]]", "[[wellknown]]", "unknown key; expected [[known]] tables, got 'wellknown'"),

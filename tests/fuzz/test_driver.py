@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from conformance.adapters.reference import make
+from conformance.expectations import FUZZ, Expectation, Expectations
 from conformance.operations import Add, Step
 from conformance.protocol import AdapterError, ConfigRefused, Engine, EngineConfig
 from conformance.requirements import load
@@ -148,3 +149,20 @@ def test_the_reference_engine_holds_over_the_whole_swarm() -> None:
         "aborted while swapped",
     ):
         assert found.behaviours.get(behaviour), f"never reached: {behaviour}"
+
+
+def touched(config: EngineConfig) -> Engine:
+    """The fault of issue 8007: one free block is asked for each running sequence."""
+    return make(msgspec.structs.replace(config, engine_options={"append_check": "touched"}))
+
+
+def test_a_failure_that_is_known_by_what_is_said_of_it_is_not_reported() -> None:
+    entry = Expectation(
+        requirement="PRE-1", cases=(FUZZ,), message="* is preempted in step * although *", reason="asks", link="8007"
+    )
+    judged = frozenset({"PRE-1", "PRE-7"})
+    for entries, found in (((), True), ((entry,), False), ((msgspec.structs.replace(entry, message="none"),), True)):
+        known = Expectations(source="here", entries=entries)
+        driver = Driver(touched, CAPABILITIES, seed=1, pinned={"engine_options": {}}, expectations=known)
+        state = campaign(driver, steps_max=1500, judged=judged)
+        assert bool(state.discoveries) is found

@@ -43,6 +43,7 @@ def test_a_configuration_is_refused_with_field_value_and_rule(
     [
         (0, 1, {}, "the prompt is empty"),
         (1, 0, {}, "max_tokens = 0"),
+        (1, 1, {"n": 0}, "n = 0 must be at least 1"),
         (32, 1, {}, "32 tokens leaves no room for an output token under max_model_len = 32"),
         (33, 1, {}, "33 tokens leaves no room"),
         (1, 1, {"n": 5}, "n = 5 is more than max_num_seqs = 4"),
@@ -294,6 +295,25 @@ def test_the_window_makes_room_before_anybody_is_preempted(drive: Callable[..., 
     assert not driver.preempted
 
 
+def test_requests_of_one_arrival_are_told_apart(drive: Callable[..., Any]) -> None:
+    driver = drive(max_num_seqs=1)
+    for name in ("first", "second", "third"):
+        driver.add(name, 4, 2)
+    driver.engine.abort_request("second")
+    driver.drain()
+    assert list(driver.finished) == ["first", "third"]
+
+
+def test_whole_prompts_share_the_budget_by_what_they_compute(drive: Callable[..., Any]) -> None:
+    driver = drive(num_blocks=24, max_num_batched_tokens=32, enable_prefix_caching=True)
+    prompt = list(range(31))
+    driver.add("first", prompt, 1)
+    driver.drain()
+    for name in ("again", "and again"):
+        driver.add(name, prompt, 1)
+    assert [(s.first, s.num_tokens) for s in driver.step().sequences] == [(28, 3), (28, 3)]
+
+
 def test_a_pipeline_schedules_ahead_but_never_past_the_last_token(drive: Callable[..., Any]) -> None:
     driver = drive(pipeline_depth=3)
     driver.add("r", 4, 3)
@@ -301,8 +321,9 @@ def test_a_pipeline_schedules_ahead_but_never_past_the_last_token(drive: Callabl
     assert spans == [[(0, 4)], [(4, 1)], [(5, 1)]]
     with pytest.raises(RuntimeError, match="3 steps are in flight, pipeline_depth = 3"):
         driver.engine.schedule()
-    with pytest.raises(ValueError, match="step 1 is committed out of order"):
-        driver.engine.commit(1, {})
+    for step in (1, 3):  # behind another one, and never scheduled
+        with pytest.raises(ValueError, match=f"step {step} is committed out of order"):
+            driver.engine.commit(step, {})
     driver.engine.commit(0, {("r", 0): 7})
     assert driver.engine.schedule().sequences == []  # the third output is on its way
 

@@ -246,3 +246,16 @@ def test_a_preempted_fork_is_prefilled_sequence_by_sequence(drive: Callable[...,
               if s.sequence.request.request_id == "pair" and s.first == 0]  # fmt: skip
     assert starts == [0, 0, 1]
     assert [len(output) for output in driver.finished["pair"].outputs] == [7, 7]
+
+
+def test_sequences_that_have_gone_apart_come_back_without_a_copy(drive: Callable[..., Any]) -> None:
+    driver = drive(num_blocks=4, max_num_batched_tokens=8, max_model_len=8, preemption_mode="swap", num_swap_blocks=8)
+    request = driver.add("r", 4, 4, n=2)
+    for _ in range(3):
+        driver.step()
+    blocks = driver.engine.blocks
+    blocks.swap_out(request, [])
+    blocks.pool.allocate(1)
+    assert blocks.can_swap_in(request)  # the prompt's block, and one for each sequence
+    blocks.pool.allocate(1)
+    assert not blocks.can_swap_in(request)

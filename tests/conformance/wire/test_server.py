@@ -59,7 +59,15 @@ def test_an_answer_carries_the_figures_after_the_call() -> None:
     )
     assert made["usage"]["free_blocks"] == 16
     assert added["usage"]["waiting"] == 1
-    assert planned["usage"] == {"free_blocks": 15, "running": 1, "waiting": 0, "swapped": 0, "preemptions": 0}
+    assert planned["usage"] == {
+        "free_blocks": 15,
+        "running": 1,
+        "waiting": 0,
+        "swapped": 0,
+        "preemptions": 0,
+        "queried_tokens": 0,
+        "hit_tokens": 0,
+    }
     assert planned["plan"]["sequences"][0]["block_tables"] == [[0]]
 
 
