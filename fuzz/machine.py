@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from hypothesis import HealthCheck, Phase, event, settings, target
 from hypothesis import strategies as st
+from hypothesis.errors import Flaky
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from conformance.execute import open_nearest, probe
@@ -234,10 +235,10 @@ def machine_for(
 
 
 def run_machine(machine: type[EngineMachine], profile: settings | None = None) -> None:
-    """Run the machine. Raises `Failure` with the shrunk trace when the contract is broken."""
+    """Run the machine. Raises `Failure` with the shrunk trace when the contract is broken, be it once and not again."""
     try:
         run_state_machine_as_test(machine, settings=profile)
-    except ContractBroken as broken:
+    except (ContractBroken, Flaky) as broken:
         failure = machine.last_failure
         if failure is None:
             raise

@@ -9,7 +9,7 @@ from hypothesis import settings
 from conformance.adapters.reference import make
 from conformance.operations import Add
 from conformance.protocol import Engine, EngineConfig
-from fuzz.machine import PROFILES, Failure, machine_for, run_machine
+from fuzz.machine import PROFILES, EngineMachine, Failure, machine_for, run_machine
 
 FEW = settings(PROFILES["kvconform-ci"], max_examples=25)
 ONE_BLOCK = {
@@ -46,6 +46,19 @@ def test_the_fault_of_the_seed_is_found_and_shrunk_further() -> None:
     assert shrunk.violation.requirement == "PRE-1"
     assert shrunk.operations == [Add(prompt_len=1, max_tokens=2)]
     assert shrunk.stable == 3
+
+
+def test_a_fault_that_is_there_once_and_not_again_is_no_less_of_a_finding() -> None:
+    def fickle(config: EngineConfig) -> Engine:
+        seen = machine is not None and machine.last_failure is not None
+        return (make if seen else touched)(config)
+
+    machine: type[EngineMachine] | None = None
+    machine = machine_for("fickle", fickle, judged={"PRE-1"}, pinned=ONE_BLOCK)
+    with pytest.raises(Failure) as caught:
+        run_machine(machine, FEW)
+    assert caught.value.shrunk.violation.requirement == "PRE-1"
+    assert caught.value.shrunk.stable == 0
 
 
 def test_each_engine_has_a_machine_of_its_own() -> None:
