@@ -8,8 +8,9 @@ that did not come.
 
 from __future__ import annotations
 
-from conformance.ledger import Ledger, RequestRecord, RequestState, Row, StepFacts
+from conformance.ledger import Ledger
 from conformance.protocol import AdapterError, BlockId, KVLoad, RequestId, SequenceKey
+from conformance.records import RequestRecord, RequestState, Row, StepFacts
 
 
 class Loads:

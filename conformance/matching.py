@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from conformance.ledger import Ledger, RequestRecord, RequestState, Row, SequenceRecord, StepFacts
+from conformance.ledger import Ledger
 from conformance.oracles.base import Report
 from conformance.protocol import AdapterError, SequenceKey, SequencePlan, StepPlan
+from conformance.records import RequestRecord, RequestState, Row, SequenceRecord, StepFacts
 from conformance.token_model import PADDING_TOKEN
 
 

@@ -12,8 +12,9 @@ from collections import Counter
 
 import msgspec
 
-from conformance.ledger import Ledger, RequestRecord, RequestState, SequenceRecord, StepFacts
+from conformance.ledger import Ledger
 from conformance.protocol import BlockId, RequestId
+from conformance.records import RequestRecord, RequestState, SequenceRecord, StepFacts
 
 
 class PreemptionVerdict(msgspec.Struct, kw_only=True, omit_defaults=True):

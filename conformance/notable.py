@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from conformance.ledger import Ledger, StepFacts
+from conformance.ledger import Ledger
+from conformance.records import StepFacts
 
 
 def note_step(ledger: Ledger, facts: StepFacts) -> None:

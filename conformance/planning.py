@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from conformance.execute import open_session
-from conformance.ledger import Ledger, StepFacts
+from conformance.ledger import Ledger
 from conformance.need import PreemptionVerdict, judge_preemptions
 from conformance.operations import Add, Drain
 from conformance.oracles.base import Oracle, Report
 from conformance.protocol import Capabilities, ConfigRefused, EngineConfig, EngineFactory
+from conformance.records import StepFacts
 from conformance.session import CORRUPTING
 from conformance.watchdog import Watchdog
 from conformance.wording import some

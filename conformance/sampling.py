@@ -6,8 +6,9 @@ is in flight; the engine is told at the commit.
 
 from __future__ import annotations
 
-from conformance.ledger import Ledger, SequenceRecord, StepFacts
+from conformance.ledger import Ledger
 from conformance.protocol import Sampled, SequenceKey
+from conformance.records import SequenceRecord, StepFacts
 from conformance.token_model import STOP_TOKEN
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from conformance.calls import NONSENSE, EngineCalls
-from conformance.ledger import Ledger, RequestRecord, RequestState, Row, SequenceRecord, StepFacts
+from conformance.ledger import Ledger
 from conformance.loading import Loads
 from conformance.matching import PlanMatcher, span
 from conformance.notable import note_step
@@ -35,6 +35,7 @@ from conformance.protocol import (
     StepPlan,
     Usage,
 )
+from conformance.records import RequestRecord, RequestState, Row, SequenceRecord, StepFacts
 from conformance.sampling import execute_step
 from conformance.token_model import model_of, request_from
 from conformance.trace import Recorder

@@ -17,10 +17,11 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from conformance.ledger import Ledger, StepFacts
+from conformance.ledger import Ledger
 from conformance.need import PreemptionVerdict, judge_preemptions
 from conformance.operations import Operation
 from conformance.protocol import BlockId, DeviceCall, EngineConfig
+from conformance.records import StepFacts
 
 FORMAT = 1
 

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from conformance.ledger import Ledger, RequestRecord, RequestState, Row, StepFacts
+from conformance.ledger import Ledger
 from conformance.oracles.base import Oracle, Report
 from conformance.protocol import Finished, RequestId, Snapshot, Usage
+from conformance.records import RequestRecord, RequestState, Row, StepFacts
 
 Problem: TypeAlias = tuple[str, str, str, str]
 """Requirement, message, expected, got."""

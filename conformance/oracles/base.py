@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-from conformance.ledger import Ledger, RequestRecord, StepFacts
+from conformance.ledger import Ledger
 from conformance.protocol import Capabilities, EngineConfig, Finished, Sampled, SequenceKey, Snapshot, Taken, Usage
+from conformance.records import RequestRecord, StepFacts
 
 Report = Callable[..., None]
 """``report(requirement, message, expected=…, got=…)``: one violation, in the words of the field."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from conformance.ledger import Ledger, RequestRecord, StepFacts
+from conformance.ledger import Ledger
 from conformance.oracles.base import Oracle, Report
 from conformance.protocol import Capabilities, EngineConfig
+from conformance.records import RequestRecord, StepFacts
 
 
 class CachingOracle(Oracle):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from conformance.ledger import Ledger, RequestState, Row, StepFacts
+from conformance.ledger import Ledger
 from conformance.oracles.base import Oracle, Report
 from conformance.protocol import BlockMove, KVLoad, SequenceKey
+from conformance.records import RequestState, Row, StepFacts
 from conformance.shadow_kv import EMPTY, Mismatch, ShadowKV
 
 

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from conformance.ledger import Ledger, RequestRecord, StepFacts
+from conformance.ledger import Ledger
 from conformance.oracles.base import Oracle, Report
 from conformance.protocol import (
     Capabilities,
@@ -25,6 +25,7 @@ from conformance.protocol import (
     SequenceKey,
     Taken,
 )
+from conformance.records import RequestRecord, StepFacts
 
 
 class _Harm(NamedTuple):

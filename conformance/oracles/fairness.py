@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from conformance.ledger import Ledger, RequestRecord, RequestState, Row, StepFacts
+from conformance.ledger import Ledger
 from conformance.oracles.base import Oracle, Report
+from conformance.records import RequestRecord, RequestState, Row, StepFacts
 
 OVERTAKEN_MAX = 64
 """How many later arrivals may pass a waiting request before "without bound" is said, per running sequence."""

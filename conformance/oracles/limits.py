@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from conformance.ledger import Row, StepFacts
 from conformance.oracles.base import Oracle
+from conformance.records import Row, StepFacts
 
 
 class LimitsOracle(Oracle):

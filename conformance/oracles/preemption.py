@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from conformance.ledger import HOLDING, StepFacts
 from conformance.need import PreemptionVerdict, blocks_released, judge_preemptions
 from conformance.oracles.base import Oracle
+from conformance.records import HOLDING, StepFacts
 
 
 class PreemptionOracle(Oracle):

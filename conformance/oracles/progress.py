@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from conformance.ledger import Ledger, RequestRecord, RequestState, StepFacts
+from conformance.ledger import Ledger
 from conformance.oracles.base import Oracle, Report
 from conformance.protocol import Finished
+from conformance.records import RequestRecord, RequestState, StepFacts
 
 STALLED_STEPS_MAX = 8
 """Steps in a row without a scheduled token, for each live request, before it is a stall."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from conformance.ledger import RequestState
 from conformance.operations import Add, Drain, Operation, Step
+from conformance.records import RequestState
 from conformance.scenarios.base import Build, Case, Scenario, Setting
 from conformance.scenarios.bench import Bench, Run, Unjudged
 from conformance.scenarios.capacity import Shape

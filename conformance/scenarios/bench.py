@@ -6,10 +6,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeAlias
 
 from conformance.execute import Execution, open_session, trace_of
-from conformance.ledger import Ledger, RequestRecord, RequestState, StepFacts
+from conformance.ledger import Ledger
 from conformance.operations import Abort, AbortEnded, Add, Operation, ResetPrefixCache
 from conformance.oracles import Oracle, Report
 from conformance.protocol import Capabilities, EngineConfig, EngineFactory, Feature, Finished
+from conformance.records import RequestRecord, RequestState, StepFacts
 from conformance.session import CORRUPTING, Session, Violation
 from conformance.trace import Recorder, Trace
 from conformance.watchdog import Watchdog

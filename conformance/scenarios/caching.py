@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from conformance.ledger import RequestState
 from conformance.operations import Abort, Add, Drain, Operation, ResetPrefixCache, Step
+from conformance.records import RequestState
 from conformance.scenarios.base import Build, Case, Scenario, Setting
 from conformance.scenarios.bench import Bench, Run, Script
 from conformance.session import Session

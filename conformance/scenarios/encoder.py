@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from conformance.ledger import RequestState
 from conformance.operations import Abort, Drain, Operation, Step
+from conformance.records import RequestState
 from conformance.scenarios.base import Build, Case, Scenario, Setting
 from conformance.scenarios.bench import Bench, Run
 from conformance.scenarios.pressure import tight_pool

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from conformance.ledger import RequestRecord, RequestState
 from conformance.operations import Abort, AbortEnded, Add, Drain, Operation, ResetPrefixCache, Step
+from conformance.records import RequestRecord, RequestState
 from conformance.scenarios.base import HOST_BLOCKS, Build, Case, Scenario, Setting
 from conformance.scenarios.bench import Bench, Run, Script, as_declared
 from conformance.scenarios.capacity import SHAPES, Shape

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from conformance.ledger import RequestRecord, RequestState
 from conformance.operations import Add, Drain, Operation, Step
+from conformance.records import RequestRecord, RequestState
 from conformance.scenarios.base import Build, Case, Scenario, Setting
 from conformance.scenarios.bench import Bench, Run
 from conformance.scenarios.capacity import SHAPES, Shape

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from conformance.ledger import RequestState
 from conformance.operations import Add, Drain, Operation, Step
+from conformance.records import RequestState
 from conformance.scenarios.base import HOST_BLOCKS, Build, Case, Scenario, Setting
 from conformance.scenarios.bench import Script
 from conformance.scenarios.capacity import SHAPES

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conformance.ledger import Ledger, RequestRecord, RequestState
+from conformance.ledger import Ledger
 from conformance.operations import Add
 from conformance.protocol import Capabilities, EngineConfig, Feature
+from conformance.records import RequestRecord, RequestState
 from conformance.token_model import request_from
 
 CONFIG = EngineConfig(num_blocks=8, block_size=4, max_model_len=16)

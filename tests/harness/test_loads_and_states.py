@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from conformance.ledger import RequestState
 from conformance.operations import Abort, Add, Step
 from conformance.protocol import (
     BlockMove,
@@ -24,6 +23,7 @@ from conformance.protocol import (
     StepPlan,
     Usage,
 )
+from conformance.records import RequestState
 from conformance.session import Session
 
 FEATURES: frozenset[Feature] = frozenset(

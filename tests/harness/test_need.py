@@ -7,10 +7,11 @@ from collections import Counter
 import msgspec
 import pytest
 
-from conformance.ledger import Ledger, RequestRecord, StepFacts
+from conformance.ledger import Ledger
 from conformance.need import blocks_released, judge_preemptions, real_need
 from conformance.operations import Add
 from conformance.protocol import Capabilities, EngineConfig, Feature, Preemption, StepPlan, Usage
+from conformance.records import RequestRecord, StepFacts
 from conformance.token_model import request_from
 
 CONFIG = EngineConfig(num_blocks=16, block_size=4, max_num_batched_tokens=8, max_model_len=32)

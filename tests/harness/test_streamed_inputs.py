@@ -8,7 +8,6 @@ from random import Random
 import msgspec
 import pytest
 
-from conformance.ledger import RequestState
 from conformance.operations import Abort, Add, Operation, Step, describe
 from conformance.protocol import (
     Capabilities,
@@ -24,6 +23,7 @@ from conformance.protocol import (
     StepPlan,
     Usage,
 )
+from conformance.records import RequestState
 from conformance.session import Session
 from conformance.token_model import request_from
 from fuzz.plainer import plainer, weight
