@@ -99,6 +99,7 @@ _GENERATE = settings(
     database=None,
     verbosity=Verbosity.quiet,
     print_blob=False,
+    report_multiple_bugs=False,  # else it would go on for another thousand examples
 )
 """New examples until something fails or the budget is spent; what fails is not shrunk."""
 
