@@ -6,6 +6,7 @@ at the same price for all of them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ClassVar, Final, TypeAlias
@@ -24,7 +25,7 @@ from fuzz.bugbench.probe import Counters
 from fuzz.bugbench.registry import PlantedFault
 from fuzz.bugbench.uniform import uniform_run
 from fuzz.driver import Driver, flatten
-from fuzz.machine import PROFILES, ContractBroken, EngineMachine, machine_for
+from fuzz.machine import PROFILES, EngineMachine, machine_for
 
 HUNG_SECONDS_MAX: Final = 1.0
 """Bound on one call of an engine whose fault may hang; the others are not watched."""
@@ -87,8 +88,8 @@ def uniform(
     return None
 
 
-class _BudgetSpent(KeyboardInterrupt):
-    """Ends a Hypothesis run as its user can: an exception of any other kind would be taken for a failing example."""
+class _HuntOver(KeyboardInterrupt):
+    """Ends a Hypothesis run as its user can. With any other exception it would go on about the example that failed."""
 
 
 _GENERATE = settings(
@@ -99,7 +100,6 @@ _GENERATE = settings(
     database=None,
     verbosity=Verbosity.quiet,
     print_blob=False,
-    report_multiple_bugs=False,  # else it would go on for another thousand examples
 )
 """New examples until something fails or the budget is spent; what fails is not shrunk."""
 
@@ -108,10 +108,11 @@ def machine(
     factory: EngineFactory, counters: Counters, seed_: int, budget: int, watchdog: Watchdog | None
 ) -> Sighting | None:
     """The Hypothesis machine, with its examples of about thirty rules."""
+    built = itertools.count()
 
     def within_budget(config: EngineConfig) -> Any:
-        if counters.steps >= budget and Hunt.first is None:  # what has failed is run once more, which must be the same
-            raise _BudgetSpent
+        if max(counters.steps, next(built)) >= budget:  # an example may have no step at all
+            raise _HuntOver
         return factory(config)
 
     class Hunt(machine_for("bench", within_budget, watchdog=watchdog)):  # type: ignore[misc]  # a class made at run time
@@ -119,17 +120,17 @@ def machine(
 
         def _check(self) -> None:
             assert self.session is not None and self.config is not None, "a rule has run"
-            if self.session.violations and Hunt.first is None:
+            if self.session.violations:
                 Hunt.first = Sighting(
                     steps=counters.steps,
                     config=self.config,
                     operations=flatten(self.operations),
                     violation=self.session.violations[0],
                 )
-            super()._check()
+                raise _HuntOver
 
     kind: type[EngineMachine] = seed(seed_)(Hunt)
-    with suppress(ContractBroken, _BudgetSpent):
+    with suppress(_HuntOver):
         run_state_machine_as_test(kind, settings=_GENERATE)
     return Hunt.first
 
