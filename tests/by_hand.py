@@ -1,11 +1,14 @@
-"""Engines driven by hand, as adapters are tested: requests, steps with their tokens, and what a workload breaks."""
+"""Engines driven by hand, and engines written by hand: requests, steps with their tokens, plans told in advance."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from conformance.operations import Operation
 from conformance.protocol import (
+    Capabilities,
+    CommitResult,
     Engine,
     EngineConfig,
     EngineFactory,
@@ -13,7 +16,9 @@ from conformance.protocol import (
     Sampled,
     SequenceKey,
     SequencePlan,
+    Snapshot,
     StepPlan,
+    Usage,
 )
 from conformance.session import Session
 
@@ -54,3 +59,35 @@ def extent(plan: SequencePlan) -> tuple[str, int, int, int]:
 def broken(factory: EngineFactory, config: EngineConfig, *operations: Operation) -> set[str]:
     """The requirements that the engine breaks under ``operations``."""
     return {violation.requirement for violation in Session(factory(config), config).run(operations)}
+
+
+class ScriptedEngine:
+    """Plans what it is told to, then nothing; finishes nobody and shows no books."""
+
+    def __init__(self, *plans: StepPlan, **declared: Any) -> None:
+        self.capabilities = Capabilities(engine="scripted", version="1", **declared)
+        self._plans = plans
+        self._scheduled = 0
+
+    def add_request(self, request: Request) -> None: ...
+
+    def abort_request(self, request_id: str) -> None: ...
+
+    def schedule(self) -> StepPlan:
+        number = self._scheduled
+        self._scheduled += 1
+        return self._plans[number] if number < len(self._plans) else StepPlan(step=number)
+
+    def commit(self, step: int, sampled: Mapping[SequenceKey, Sampled]) -> CommitResult:
+        return CommitResult()
+
+    def reset_prefix_cache(self) -> bool:
+        return False
+
+    def usage(self) -> Usage:
+        return Usage()
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(free=[])
+
+    def close(self) -> None: ...

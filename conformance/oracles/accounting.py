@@ -172,13 +172,7 @@ class AccountingOracle(Oracle):
             ("count of prompt tokens looked up in the prefix cache", usage.queried_tokens, self._queried),
             ("count of prompt tokens found in the prefix cache", usage.hit_tokens, self._hit),
         ):
-            if figure is not None and figure != count:
-                self.report(
-                    "ACC-10",
-                    f"the engine's {name} after step {facts.plan.step}",
-                    expected=str(count),
-                    got=str(figure),
-                )
+            self._compare(facts, name, figure, count)
 
     def _check_queues(self, facts: StepFacts) -> None:
         """ACC-10: who runs, waits and is swapped out, by the engine's figures and by what its plans have shown."""
@@ -191,13 +185,17 @@ class AccountingOracle(Oracle):
         if not any(self._is_forking(request, facts) for request in ledger.running.values()):
             counted["running"] = usage.running, ledger.running_sequences
         for name, (figure, count) in counted.items():
-            if figure is not None and figure != count:
-                self.report(
-                    "ACC-10",
-                    f"the engine's figure of what is {name} after step {facts.plan.step}",
-                    expected=str(count),
-                    got=str(figure),
-                )
+            self._compare(facts, f"figure of what is {name}", figure, count)
+
+    def _compare(self, facts: StepFacts, name: str, figure: int | None, count: int) -> None:
+        """ACC-10 when a figure that the engine shows is not what was counted."""
+        if figure is not None and figure != count:
+            self.report(
+                "ACC-10",
+                f"the engine's {name} after step {facts.plan.step}",
+                expected=str(count),
+                got=str(figure),
+            )
 
     @staticmethod
     def _is_forking(request: RequestRecord, facts: StepFacts) -> bool:

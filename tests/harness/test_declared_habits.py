@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import pytest
 
+from by_hand import ScriptedEngine
 from conformance.ledger import Ledger
 from conformance.need import real_need
 from conformance.operations import Add, Step
@@ -15,17 +15,11 @@ from conformance.protocol import (
     AdapterError,
     BlockMove,
     Capabilities,
-    CommitResult,
     EngineConfig,
     Feature,
     Preemption,
-    Request,
-    Sampled,
-    SequenceKey,
     SequencePlan,
-    Snapshot,
     StepPlan,
-    Usage,
 )
 from conformance.session import Session
 from conformance.token_model import request_from
@@ -34,36 +28,11 @@ FEATURES: frozenset[Feature] = frozenset({"fork", "recompute", "swap", "chunked_
 CONFIG = EngineConfig(num_blocks=12, block_size=2, max_num_batched_tokens=16, max_model_len=16)
 
 
-class Scripted:
-    """Plans what it is told to, and finishes nothing."""
+class Scripted(ScriptedEngine):
+    """Declares what these tests are about, and finishes nothing."""
 
     def __init__(self, *plans: StepPlan, **declared: Any) -> None:
-        self.capabilities = Capabilities(engine="scripted", version="1", features=FEATURES, **declared)
-        self._plans = plans
-        self._scheduled = 0
-
-    def add_request(self, request: Request) -> None: ...
-
-    def abort_request(self, request_id: str) -> None: ...
-
-    def schedule(self) -> StepPlan:
-        number = self._scheduled
-        self._scheduled += 1
-        return self._plans[number] if number < len(self._plans) else StepPlan(step=number)
-
-    def commit(self, step: int, sampled: Mapping[SequenceKey, Sampled]) -> CommitResult:
-        return CommitResult()
-
-    def reset_prefix_cache(self) -> bool:
-        return False
-
-    def usage(self) -> Usage:
-        return Usage()
-
-    def snapshot(self) -> Snapshot:
-        return Snapshot(free=[])
-
-    def close(self) -> None: ...
+        super().__init__(*plans, features=FEATURES, **declared)
 
 
 def row(seq: int, first: int, count: int, table: list[int], *, samples: bool = True) -> SequencePlan:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from by_hand import ScriptedEngine
 from conformance.operations import Add, ResetPrefixCache, Step
 from conformance.protocol import (
-    Capabilities,
     CommitResult,
     EncoderItem,
     EngineConfig,
@@ -18,9 +18,7 @@ from conformance.protocol import (
     Sampled,
     SequenceKey,
     SequencePlan,
-    Snapshot,
     StepPlan,
-    Usage,
 )
 from conformance.session import Session
 from conformance.token_model import PADDING_TOKEN, PrefixTree
@@ -30,25 +28,23 @@ FEATURES: frozenset[Feature] = frozenset(
 )
 
 
-class Scripted:
-    """Plans what it is told to: each step is made by a function of the tokens that were committed so far."""
+class Scripted(ScriptedEngine):
+    """Each step is made by a function of the tokens that were committed so far."""
 
     def __init__(self, *steps: Callable[[Scripted], list[SequencePlan]], **declared: Any) -> None:
-        self.capabilities = Capabilities(engine="scripted", version="1", features=FEATURES, **declared)
+        super().__init__(features=FEATURES, **declared)
         self._steps = steps
-        self._scheduled = 0
         self.sampled: list[Sampled] = []
         self.wanted = 0
 
     def add_request(self, request: Request) -> None:
         self.wanted = request.max_tokens
 
-    def abort_request(self, request_id: str) -> None: ...
-
     def schedule(self) -> StepPlan:
-        number = self._scheduled
-        self._scheduled += 1
-        return StepPlan(step=number, sequences=self._steps[number](self) if number < len(self._steps) else [])
+        plan = super().schedule()
+        if plan.step < len(self._steps):
+            plan.sequences = self._steps[plan.step](self)
+        return plan
 
     def commit(self, step: int, sampled: Mapping[SequenceKey, Sampled]) -> CommitResult:
         self.sampled += sampled.values()
@@ -61,14 +57,6 @@ class Scripted:
 
     def reset_prefix_cache(self) -> bool:
         return True
-
-    def usage(self) -> Usage:
-        return Usage()
-
-    def snapshot(self) -> Snapshot:
-        return Snapshot(free=[])
-
-    def close(self) -> None: ...
 
 
 def row(first: int, count: int, *tables: list[int], **fields: Any) -> SequencePlan:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from by_hand import ScriptedEngine
 from conformance.operations import Add, Operation, Step
 from conformance.protocol import (
-    Capabilities,
     CommitResult,
     EngineConfig,
     Finished,
     Preemption,
-    Request,
     Sampled,
     SequenceKey,
     SequencePlan,
-    Snapshot,
     StepPlan,
-    Usage,
 )
 from conformance.session import Session
 
@@ -27,44 +24,25 @@ CONFIG = EngineConfig(
 )  # fmt: skip
 
 
-class Scripted:
-    """Plans what it is told to; ``r0`` ends with its first token, if it has one."""
+class Scripted(ScriptedEngine):
+    """``r0`` ends with its first token, if it has one."""
 
     def __init__(self, *plans: list[SequencePlan], preempts: dict[int, str]) -> None:
-        self.capabilities = Capabilities(
-            engine="scripted", version="1", features=frozenset({"chunked_prefill", "encoder_cache", "recompute"})
+        super().__init__(
+            *(
+                StepPlan(
+                    step=number,
+                    sequences=rows,
+                    preempted=[Preemption(request_id=preempts[number], mode="recompute")] if number in preempts else [],
+                )
+                for number, rows in enumerate(plans)
+            ),
+            features=frozenset({"chunked_prefill", "encoder_cache", "recompute"}),
         )
-        self._plans = [
-            StepPlan(
-                step=number,
-                sequences=rows,
-                preempted=[Preemption(request_id=preempts[number], mode="recompute")] if number in preempts else [],
-            )
-            for number, rows in enumerate(plans)
-        ]
-        self._left = iter(self._plans)
-
-    def add_request(self, request: Request) -> None: ...
-
-    def abort_request(self, request_id: str) -> None: ...
-
-    def schedule(self) -> StepPlan:
-        return next(self._left)
 
     def commit(self, step: int, sampled: Mapping[SequenceKey, Sampled]) -> CommitResult:
         ended = sampled.get(("r0", 0))
         return CommitResult([Finished(request_id="r0", outputs=[ended.tokens], reason="length")] if ended else [])
-
-    def reset_prefix_cache(self) -> bool:
-        return False
-
-    def usage(self) -> Usage:
-        return Usage()
-
-    def snapshot(self) -> Snapshot:
-        return Snapshot(free=[])
-
-    def close(self) -> None: ...
 
 
 def row(name: str, first: int, count: int, table: list[int], *, samples: bool = True) -> SequencePlan:

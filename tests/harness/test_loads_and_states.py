@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from by_hand import ScriptedEngine
 from conformance.operations import Abort, Add, Step
 from conformance.protocol import (
     BlockMove,
-    Capabilities,
     CommitResult,
     EngineConfig,
     Feature,
     Finished,
     KVCacheGroup,
     KVLoad,
-    Request,
     Sampled,
     SequenceKey,
     SequencePlan,
-    Snapshot,
     StepPlan,
-    Usage,
 )
 from conformance.records import RequestState
 from conformance.session import Session
@@ -31,41 +28,18 @@ FEATURES: frozenset[Feature] = frozenset(
 )
 
 
-class Scripted:
-    """Plans what it is told to; reports ``ended`` as ended in error at the first commit."""
+class Scripted(ScriptedEngine):
+    """Reports ``ended`` as ended in error at the first commit."""
 
     def __init__(self, *plans: StepPlan, ended: str = "", **declared: Any) -> None:
-        given = {"features": FEATURES} | declared
-        self.capabilities = Capabilities(engine="scripted", version="1", **given)
-        self._plans = plans
+        super().__init__(*plans, **({"features": FEATURES} | declared))
         self._ended = ended
-        self._scheduled = 0
         self.sampled: list[Sampled] = []
-
-    def add_request(self, request: Request) -> None: ...
-
-    def abort_request(self, request_id: str) -> None: ...
-
-    def schedule(self) -> StepPlan:
-        number = self._scheduled
-        self._scheduled += 1
-        return self._plans[number] if number < len(self._plans) else StepPlan(step=number)
 
     def commit(self, step: int, sampled: Mapping[SequenceKey, Sampled]) -> CommitResult:
         self.sampled += sampled.values()
         ended, self._ended = self._ended, ""
         return CommitResult([Finished(request_id=ended, outputs=[[]], reason="error")] if ended else [])
-
-    def reset_prefix_cache(self) -> bool:
-        return False
-
-    def usage(self) -> Usage:
-        return Usage()
-
-    def snapshot(self) -> Snapshot:
-        return Snapshot(free=[])
-
-    def close(self) -> None: ...
 
 
 def row(first: int, count: int, *tables: list[int], name: str = "r0", samples: bool = True) -> SequencePlan:

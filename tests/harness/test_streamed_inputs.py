@@ -8,6 +8,7 @@ from random import Random
 import msgspec
 import pytest
 
+from by_hand import ScriptedEngine
 from conformance.operations import Abort, Add, Operation, Step, describe
 from conformance.protocol import (
     Capabilities,
@@ -15,13 +16,10 @@ from conformance.protocol import (
     EngineConfig,
     Feature,
     Finished,
-    Request,
     Sampled,
     SequenceKey,
     SequencePlan,
-    Snapshot,
     StepPlan,
-    Usage,
 )
 from conformance.records import RequestState
 from conformance.session import Session
@@ -35,30 +33,13 @@ CONFIG = EngineConfig(num_blocks=8, block_size=4)
 ADD = Add(3, 2, streamed=((2, 1),))
 
 
-class Scripted:
+class Scripted(ScriptedEngine):
     """Runs r0 as told, (first, tokens, whether it samples); reports an end at the commits of the steps ``ends``."""
 
     def __init__(self, *plans: tuple[int, int, bool], ends: tuple[int, ...] = ()) -> None:
-        self.capabilities = Capabilities(engine="scripted", version="1", features=FEATURES)
-        self._plans = plans
+        super().__init__(*(_running_r0(step, *plan) for step, plan in enumerate(plans)), features=FEATURES)
         self._ends = ends
-        self._step = 0
         self._outputs: list[int] = []
-
-    def add_request(self, request: Request) -> None: ...
-
-    def abort_request(self, request_id: str) -> None: ...
-
-    def schedule(self) -> StepPlan:
-        plan = StepPlan(step=self._step)
-        if self._step < len(self._plans):
-            first, tokens, samples = self._plans[self._step]
-            table = list(range(-(-(first + tokens) // 4)))
-            plan.sequences.append(
-                SequencePlan(request_id="r0", first=first, num_tokens=tokens, block_tables=[table], samples=samples)
-            )
-        self._step += 1
-        return plan
 
     def commit(self, step: int, sampled: Mapping[SequenceKey, Sampled]) -> CommitResult:
         for sample in sampled.values():
@@ -68,16 +49,11 @@ class Scripted:
         outputs, self._outputs = self._outputs, []
         return CommitResult([Finished(request_id="r0", outputs=[outputs])])
 
-    def reset_prefix_cache(self) -> bool:
-        return False
 
-    def usage(self) -> Usage:
-        return Usage()
-
-    def snapshot(self) -> Snapshot:
-        raise NotImplementedError
-
-    def close(self) -> None: ...
+def _running_r0(step: int, first: int, tokens: int, samples: bool) -> StepPlan:  # noqa: FBT001 - one plan of the script
+    table = list(range(-(-(first + tokens) // 4)))
+    row = SequencePlan(request_id="r0", first=first, num_tokens=tokens, block_tables=[table], samples=samples)
+    return StepPlan(step=step, sequences=[row])
 
 
 def broken(*plans: tuple[int, int, bool], ends: tuple[int, ...], more: tuple[Operation, ...] = ()) -> set[str]:
