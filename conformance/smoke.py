@@ -375,7 +375,7 @@ class _Smoke:
         _expect(isinstance(answer, bool), f"reset_prefix_cache() returns {type(answer).__name__}, not a bool")
 
 
-def _expect(condition: bool, otherwise: str) -> None:  # noqa: FBT001
+def _expect(condition: bool, otherwise: str) -> None:  # noqa: FBT001 - reads as a sentence where it is called
     if not condition:
         raise Red(otherwise)
 

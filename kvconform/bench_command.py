@@ -50,7 +50,7 @@ def bench_command(
 ) -> None:
     """Measure the fuzzer on planted faults: how soon it sees each, beside other fuzzers, and how far it shrinks."""
     from fuzz.bugbench.bench import run  # noqa: PLC0415 - Hypothesis, which it imports, is slow to import
-    from fuzz.bugbench.smallest import smallest  # noqa: PLC0415
+    from fuzz.bugbench.smallest import smallest  # noqa: PLC0415 - only who asks for it pays for the import
 
     console = make_console()
     records = _chosen(faults or [])
@@ -162,7 +162,7 @@ def _draw(console: Console, results: Results, records: dict[str, PlantedFault], 
 def _gate(console: Console, records: dict[str, PlantedFault], out: Path, jobs: int) -> int:
     """The exit code: 0 when every check passes."""
     from fuzz.bugbench import gate as gates  # noqa: PLC0415 - as above
-    from fuzz.bugbench.bench import run  # noqa: PLC0415
+    from fuzz.bugbench.bench import run  # noqa: PLC0415 - only who asks for it pays for the import
 
     path = gates.results_path(out)
     path.unlink(missing_ok=True)

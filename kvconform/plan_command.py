@@ -97,7 +97,7 @@ def picture_of(path: Path) -> Path:
 def plot(plans: Sequence[BlockPlan], path: Path) -> None:
     """Draw blocks -> steps and usable concurrency to a PNG or SVG file that `picture_of` let pass."""
     import matplotlib as mpl  # noqa: PLC0415 - an extra
-    from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415 - only who asks for it pays for the import
 
     mpl.rcParams["svg.hashsalt"] = "kvconform"  # the same picture, the same file
     figure: Any = Figure(figsize=(7, 4.5), layout="constrained")

@@ -116,7 +116,7 @@ def _no_device(interface: Any) -> Any:
 
     class NoDevice(interface.UnspecifiedPlatform):  # type: ignore[misc]  # a base found at run time
         @classmethod
-        def is_async_output_supported(cls, enforce_eager: bool | None) -> bool:  # noqa: ARG003, FBT001
+        def is_async_output_supported(cls, enforce_eager: bool | None) -> bool:  # noqa: ARG003, FBT001 - the platform's own signature
             return False
 
         @classmethod

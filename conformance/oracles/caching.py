@@ -14,7 +14,7 @@ class CachingOracle(Oracle):
     requirements = ("CCH-3",)
 
     @classmethod
-    def concerns(cls, config: EngineConfig, capabilities: Capabilities) -> bool:  # noqa: ARG003
+    def concerns(cls, config: EngineConfig, capabilities: Capabilities) -> bool:  # noqa: ARG003 - asked alike of all
         return config.enable_prefix_caching
 
     def __init__(self, ledger: Ledger, report: Report) -> None:
@@ -27,7 +27,7 @@ class CachingOracle(Oracle):
     def on_end(self, request: RequestRecord) -> None:
         self._steps_quiet = 0
 
-    def on_reset(self, done: bool) -> None:  # noqa: FBT001
+    def on_reset(self, done: bool) -> None:  # noqa: FBT001 - the session's own signature
         if not self.ledger.live:
             if done:
                 self._fresh = set()

@@ -426,7 +426,7 @@ class ContentOracle(Oracle):
                     return record.name
         return ""
 
-    def on_reset(self, done: bool) -> None:  # noqa: FBT001
+    def on_reset(self, done: bool) -> None:  # noqa: FBT001 - the session's own signature
         """Nothing to do: what a reset leaves behind is judged by the hits that follow."""
 
     def before_step(self, facts: StepFacts) -> None:

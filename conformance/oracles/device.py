@@ -52,7 +52,7 @@ class DeviceOracle(Oracle):
     requirements = ("DEV-1", "DEV-2", "DEV-3", "DEV-4", "DEV-5")
 
     @classmethod
-    def concerns(cls, config: EngineConfig, capabilities: Capabilities) -> bool:  # noqa: ARG003
+    def concerns(cls, config: EngineConfig, capabilities: Capabilities) -> bool:  # noqa: ARG003 - asked alike of all
         return capabilities.device is not None or capabilities.own_model
 
     def __init__(self, ledger: Ledger, report: Report) -> None:

@@ -14,7 +14,7 @@ class EncoderOracle(Oracle):
     requirements = ("ENC-1",)
 
     @classmethod
-    def concerns(cls, config: EngineConfig, capabilities: Capabilities) -> bool:  # noqa: ARG003
+    def concerns(cls, config: EngineConfig, capabilities: Capabilities) -> bool:  # noqa: ARG003 - asked alike of all
         return config.encoder_cache_size > 0
 
     def __init__(self, ledger: Ledger, report: Report) -> None:

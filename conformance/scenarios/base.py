@@ -58,7 +58,7 @@ class Setting:
             if name in self.pinned:
                 raise Inapplicable(f"{name} is pinned, this case compares runs that differ in it")
 
-    def require(self, condition: bool, reason: str) -> None:  # noqa: FBT001
+    def require(self, condition: bool, reason: str) -> None:  # noqa: FBT001 - reads as a sentence where it is called
         """Raises `Inapplicable` with ``reason`` unless ``condition`` holds."""
         if not condition:
             raise Inapplicable(reason)

@@ -109,7 +109,7 @@ def build(parts: Mapping[type, type], config: EngineConfig, counters: Counters, 
     if blocks.cache is not None:
         cache = blocks.cache = _moved(blocks.cache, _part(parts, Cache), probe)
         cache._pool = pool  # noqa: SLF001 - parts know each other as the constructors made them
-        pool.on_evict(cache._evicted)  # noqa: SLF001
+        pool.on_evict(cache._evicted)  # noqa: SLF001 - planted from inside
     queues = _moved(engine.scheduler, _part(parts, Queues), probe)
     queues.blocks = engine.blocks = blocks
     engine.scheduler = queues
@@ -123,7 +123,7 @@ def build(parts: Mapping[type, type], config: EngineConfig, counters: Counters, 
         runner.__class__ = _part(parts, Runner)
         assert isinstance(runner, Runner)
         runner.probe = probe
-    seat._capabilities = msgspec.structs.replace(seat.capabilities, engine=name)  # noqa: SLF001
+    seat._capabilities = msgspec.structs.replace(seat.capabilities, engine=name)  # noqa: SLF001 - planted from inside
     return seat
 
 

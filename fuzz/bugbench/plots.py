@@ -11,11 +11,11 @@ mpl.use("svg")
 mpl.rcParams["svg.hashsalt"] = "kvconform"  # the same picture for the same figures
 
 from matplotlib import pyplot as plt  # noqa: E402 - the backend is chosen first
-from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402 - the backend is chosen first
 
-from fuzz.bugbench.registry import PlantedFault  # noqa: E402
-from fuzz.bugbench.results import Cell, Results  # noqa: E402
-from fuzz.bugbench.statistics import survival  # noqa: E402
+from fuzz.bugbench.registry import PlantedFault  # noqa: E402 - the backend is chosen first
+from fuzz.bugbench.results import Cell, Results  # noqa: E402 - the backend is chosen first
+from fuzz.bugbench.statistics import survival  # noqa: E402 - the backend is chosen first
 
 COLOURS: Final = {"swarm": "#0072b2", "machine": "#d55e00", "uniform": "#777777"}
 COLUMNS: Final = 5

@@ -40,7 +40,7 @@ class LineIsGivenAwayTwice(Runner):
             taken.add(line)
             others = {name: self.lines[name] for name in self.lines if name != row.key[0]}
             if self.probe.decide(line in others.values()):
-                self.lines._held[row.key[0]] = line  # noqa: SLF001
+                self.lines._held[row.key[0]] = line  # noqa: SLF001 - a fault is planted from inside
             moved.append(row._replace(line=self.lines[row.key[0]]))
         return super()._prefill(moved)
 

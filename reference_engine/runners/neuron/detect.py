@@ -111,7 +111,7 @@ def _cores(host: Host) -> tuple[int | None, str | None]:
     if tool is None:
         return None, None
     try:
-        done = subprocess.run([tool, "-j"], capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
+        done = subprocess.run([tool, "-j"], capture_output=True, text=True, timeout=60, check=False)  # noqa: S603 - found on PATH, no shell
     except (OSError, subprocess.TimeoutExpired) as error:
         return None, f"the Neuron driver is loaded, but {tool} -j does not run: {error}"
     if done.returncode:

@@ -206,7 +206,7 @@ def answer(served: _Served, message: bytes) -> bytes:
     method: Callable[..., Any] = getattr(served, name)
     try:
         return json.dumps({"result": method(*arguments)}).encode()
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other end is told
         kind = type(error).__name__
         known = isinstance(error, DeviceError | DeviceUnavailableError)
         return json.dumps({"error": kind, "message": str(error) if known else f"{kind}: {error}"}).encode()
