@@ -40,6 +40,7 @@ from kvconform.bench_command import bench_command
 from kvconform.check_command import check_engines
 from kvconform.console import INDENT, make_console, print_kept, print_violation, wrapped
 from kvconform.diff_command import diff_command
+from kvconform.exit_codes import BROKEN, HOLDS, USAGE, VIOLATED
 from kvconform.fuzz_command import fuzz_engine
 from kvconform.matrix_command import Matrix, entries_of, exit_code
 from kvconform.matrix_command import Plan as MatrixPlan
@@ -47,9 +48,6 @@ from kvconform.page_command import StepsOption, page_command, steps_of_interest
 from kvconform.plan_command import batches, picture_of, plan_engine, plot
 from kvconform.report_command import Format, print_reasons, print_run, render, written
 from kvconform.serve_command import ValidateOption, serve_command
-
-HOLDS, VIOLATED, USAGE, BROKEN = 0, 1, 2, 3
-"""Exit codes: the contract holds; it is violated; usage or configuration; the suite or an adapter broke."""
 
 FINDINGS = Path("kvconform-findings")
 

@@ -16,9 +16,8 @@ from conformance.watchdog import Watchdog
 from conformance.wording import some
 from fuzz.hunt import Hunter
 from kvconform.console import FuzzView, make_console, wrapped
+from kvconform.exit_codes import HOLDS, INTERRUPTED, VIOLATED
 from kvconform.fuzz_events import record_hunt
-
-HOLDS, VIOLATED, INTERRUPTED = 0, 1, 130
 
 
 def fuzz_engine(
