@@ -62,7 +62,7 @@ class EngineCalls:
         if watchdog is not None:
             watchdog.begin(name)
         try:
-            result = function(*arguments)
+            result = function(*arguments) if arguments else function()
         except answers:
             raise
         except AdapterError:

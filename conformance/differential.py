@@ -16,8 +16,8 @@ from conformance.execute import Execution, execute
 from conformance.need import PreemptionVerdict
 from conformance.operations import Abort, AbortEnded, Add, Drain, Operation, ResetPrefixCache, Step, describe
 from conformance.protocol import BlockId, Capabilities, ConfigRefused, EngineConfig, EngineFactory, Feature
-from conformance.session import Violation
 from conformance.trace import Finding, Line, SequenceOutcome, StepOutcome, Trace
+from conformance.violations import Violation
 from conformance.watchdog import Watchdog
 from conformance.wording import some
 

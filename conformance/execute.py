@@ -12,9 +12,10 @@ from conformance.engines import EngineNotFound
 from conformance.operations import Operation
 from conformance.protocol import AdapterError, Capabilities, ConfigRefused, Engine, EngineConfig, EngineFactory
 from conformance.requirements import load as load_requirements
-from conformance.session import Session, Violation
+from conformance.session import Session
 from conformance.trace import Finding, Footer, Header, Line, Recorder, Trace
 from conformance.version import __version__
+from conformance.violations import Violation
 from conformance.watchdog import Watchdog
 
 BUILD_SECONDS_MAX = 120.0

@@ -178,35 +178,36 @@ class Ledger:
 
     def set_tables(self, record: SequenceRecord, tables: list[list[BlockId]]) -> list[BlockId]:
         """Make ``tables`` the sequence's; returns the blocks that are new at their place. O(changed + compare)."""
-        null, null_before = self.capabilities.null_block, self.null_before
-        holders = self.holders
         added: list[BlockId] = []
-        old_tables = record.tables
-        for group in range(max(len(tables), len(old_tables))):
-            new = tables[group] if group < len(tables) else []
-            old = old_tables[group] if group < len(old_tables) else []
-            same = len(old)
-            if new[:same] != old:
-                same = 0
-                for one, other in zip(old, new):  # noqa: B905 - the common prefix of unequal lengths
-                    if one != other:
-                        break
-                    same += 1
-                for index in range(same, len(old)):
-                    if index >= len(new) or new[index] != old[index]:
-                        self._release(old[index], null_before)
-                for index in range(same, len(new)):
-                    if index >= len(old) or new[index] != old[index]:
-                        self._hold(new[index], null, holders, added)
-            else:
-                for index in range(same, len(new)):
-                    self._hold(new[index], null, holders, added)
-        record.tables = tables
+        before, record.tables = record.tables, tables
         if not tables:
             record.readers = []
+        elif tables == before:
+            return added
         elif not record.readers:
             record.readers = [Reader() for _ in tables]
+        for group in range(max(len(tables), len(before))):
+            old = before[group] if group < len(before) else []
+            new = tables[group] if group < len(tables) else []
+            self._replace(old, new, added)
         return added
+
+    def _replace(self, old: list[BlockId], new: list[BlockId], added: list[BlockId]) -> None:
+        """One group's table in place of another. What begins alike is neither let go nor taken."""
+        null, null_before, holders = self.capabilities.null_block, self.null_before, self.holders
+        same = len(old)
+        if new[:same] != old:
+            same = 0
+            for one, other in zip(old, new):  # noqa: B905 - the common prefix of unequal lengths
+                if one != other:
+                    break
+                same += 1
+            for index in range(same, len(old)):
+                if index >= len(new) or new[index] != old[index]:
+                    self._release(old[index], null_before)
+        for index in range(same, len(new)):
+            if index >= len(old) or new[index] != old[index]:
+                self._hold(new[index], null, holders, added)
 
     def _hold(self, block: BlockId, null: BlockId | None, holders: dict[BlockId, int], added: list[BlockId]) -> None:
         if block == null:

@@ -67,11 +67,11 @@ class Loads:
 
     def mark(self, facts: StepFacts) -> None:
         """Find the rows that run through blocks that nothing came for. O(their tables), only while there are such."""
-        ledger = self._ledger
+        ledger, failed = self._ledger, bool(self._failed)
         for row in facts.rows:
             request = row.record.request
-            row.spoilt = bool(self._failed) and self._runs_through_missing(row)
-            if row.spoilt:
+            if failed and self._runs_through_missing(row):
+                row.spoilt = True
                 if all(load.request_id != request.spec.request_id for load in facts.plan.loads):
                     ledger.saw("a failed load is shared or run ahead of")
                 request.load_failed = True

@@ -21,10 +21,13 @@ def note_step(ledger: Ledger, facts: StepFacts) -> None:
         saw("encoder item evicted")
     null = ledger.capabilities.null_block
     for row in facts.rows:
-        if any(token < 0 for token in row.plan.draft_tokens):
+        if row.plan.draft_tokens and min(row.plan.draft_tokens) < 0:
             saw("drafts padded")
-        if null is not None and any(null in table for table in row.tables):
-            saw("block behind the window")
+        if null is not None:
+            for table in row.tables:
+                if null in table:
+                    saw("block behind the window")
+                    break
         if row.admitted and ledger.config.scheduling_policy == "priority":
             _note_overtaking(ledger, row.record.request.spec.arrival)
 

@@ -17,10 +17,9 @@ from conformance.execute import open_session
 from conformance.ledger import Ledger
 from conformance.need import PreemptionVerdict, judge_preemptions
 from conformance.operations import Add, Drain
-from conformance.oracles.base import Oracle, Report
 from conformance.protocol import Capabilities, ConfigRefused, EngineConfig, EngineFactory
 from conformance.records import StepFacts
-from conformance.session import CORRUPTING
+from conformance.violations import CORRUPTING
 from conformance.watchdog import Watchdog
 from conformance.wording import some
 
@@ -91,11 +90,11 @@ def plan_blocks(
     return _Search(factory, config, watchdog, on_point).run()
 
 
-class _Watch(Oracle):
+class _Watch:
     """Counts who ran at once, and keeps the first preemption with its arithmetic."""
 
-    def __init__(self, ledger: Ledger, report: Report) -> None:
-        super().__init__(ledger, report)
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
         self.peak = 0
         self.first: PreemptionVerdict | None = None
 
@@ -180,7 +179,7 @@ class _Search:
         except ConfigRefused as refusal:
             return Point(num_blocks=num_blocks, requests=requests, refused=str(refusal))
         self.capabilities = session.capabilities
-        watch = _Watch(session.ledger, lambda *_, **__: None)
+        watch = _Watch(session.ledger)
         session.listen(watch)
         add = Add(prompt_len=config.max_model_len - self.outputs, max_tokens=self.outputs)
         session.run([*[add] * requests, Drain()])

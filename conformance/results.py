@@ -8,9 +8,9 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from conformance.protocol import Capabilities, EngineConfig
-from conformance.session import Violation
 from conformance.trace import Trace
 from conformance.version import __version__
+from conformance.violations import Violation
 
 Status: TypeAlias = Literal["unsupported", "skip", "pass", "known", "stale", "fail", "error"]
 

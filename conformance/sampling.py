@@ -53,7 +53,6 @@ def _sample(ledger: Ledger, record: SequenceRecord, drafts: list[int], step: int
     request = record.request
     prompt_len = len(request.spec.prompt)
     tokens: list[int] = []
-    remaining = list(drafts)
     while True:
         outputs = len(record.tokens) - prompt_len
         stops = request.stop_after is not None and outputs + 1 == request.stop_after + record.seq
@@ -68,13 +67,14 @@ def _sample(ledger: Ledger, record: SequenceRecord, drafts: list[int], step: int
             record.final_len = len(record.tokens)
             record.done_at_step = step
         # The model knows of no end: it samples on as far as drafts agree, and the engine is to cut that off.
-        if not remaining or remaining.pop(0) != token:
+        if len(tokens) > len(drafts) or drafts[len(tokens) - 1] != token:
             break
         record.computed += 1
         ledger.saw("draft accepted")
     width = ledger.config.num_speculative_tokens
-    if width:
-        record.drafts = _propose(ledger, record, width)
+    if not width:
+        return Sampled(tokens)
+    record.drafts = _propose(ledger, record, width)
     return Sampled(tokens, list(record.drafts))
 
 

@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
-import msgspec
-
 from conformance.calls import NONSENSE, EngineCalls
 from conformance.ledger import Ledger
 from conformance.loading import Loads
@@ -39,51 +37,12 @@ from conformance.records import RequestRecord, RequestState, Row, SequenceRecord
 from conformance.sampling import execute_step
 from conformance.token_model import model_of, request_from
 from conformance.trace import Recorder
+from conformance.violations import CORRUPTING, SPOILING, Violation
 from conformance.watchdog import Watchdog
 
 T = TypeVar("T")
 
 AUDIT_EVERY_STEPS = 64
-CORRUPTING = frozenset(
-    {
-        "ACC-2",
-        "ACC-3",
-        "ACC-4",
-        "ACC-9",
-        "DEV-1",
-        "DEV-2",
-        "DEV-3",
-        "DEV-4",
-        "ID-1",
-        "KV-1",
-        "KV-2",
-        "KV-3",
-        "KV-4",
-        "KV-5",
-        "KV-6",
-        "PRG-5",
-        "PRG-6",
-        "PRG-8",
-    }
-)
-"""After one of these the books no longer mean anything: the session ends at the end of the step."""
-SPOILING = frozenset({"DEV-1", "DEV-2", "DEV-3", "DEV-4"})
-"""After one of these the tokens of an engine's own device mean nothing: wrong ones are symptoms."""
-
-
-class Violation(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One broken requirement: what, where, expected and got."""
-
-    requirement: str
-    message: str
-    expected: str = ""
-    got: str = ""
-    step: int = 0
-    operation: int = 0
-    """Index of the operation during which it was seen."""
-
-    def __str__(self) -> str:
-        return f"{self.requirement}: {self.message}\n  expected {self.expected}\n  got      {self.got}"
 
 
 class Session:
@@ -111,6 +70,7 @@ class Session:
         self.oracles = [
             oracle(self.ledger, self._report) for oracle in ORACLES if oracle.concerns(config, self.capabilities)
         ]
+        self._listeners: list[object] = []
         self._hear()
         self._loads = Loads(self.ledger)
         self.violations: list[Violation] = []
@@ -140,16 +100,18 @@ class Session:
             watchdog.start()
         self._refresh_usage()
 
-    def listen(self, oracle: Oracle) -> None:
-        """Let one more oracle hear what happens, after all others."""
-        self.oracles.append(oracle)
+    def listen(self, listener: object) -> None:
+        """Let somebody who judges nothing hear of every step too, by those hooks of `Oracle` that it has."""
+        self._listeners.append(listener)
         self._hear()
 
     def _hear(self) -> None:
-        """Who is called in every step: only the hooks that an oracle has."""
+        """Who is called in every step: only the hooks that somebody has, and listeners after all oracles."""
 
         def hooks(name: str) -> list[Callable[..., None]]:
-            return [getattr(one, name) for one in self.oracles if getattr(type(one), name) is not getattr(Oracle, name)]
+            unused = getattr(Oracle, name)
+            judging = [getattr(one, name) for one in self.oracles if getattr(type(one), name) is not unused]
+            return judging + [getattr(one, name) for one in self._listeners if hasattr(one, name)]
 
         self._before_step = hooks("before_step")
         self._on_step = hooks("on_step")
@@ -343,19 +305,21 @@ class Session:
     def _free_before(self) -> int:
         """Blocks that are free before a step: those nobody holds, less what the engine still keeps as it declares."""
         free, figure = self.ledger.free_blocks, self._usage.free_blocks
+        if figure is None or figure >= free:
+            return free
         may_hold_more = (
             self.capabilities.keeps_blocks
             or self.capabilities.deferred_free_steps
             or (any(self.ledger.group_windows) and self._depth > 1)  # what is in flight may still read them
         )
-        if not may_hold_more or figure is None or figure >= free:
+        if not may_hold_more:
             return free
         self.ledger.saw("blocks held after their use")
         return figure
 
     def _apply_queue_changes(self, facts: StepFacts) -> None:
         ledger = self.ledger
-        running = {row.record.request.spec.request_id for row in facts.rows}
+        running = {row.record.request.spec.request_id for row in facts.rows} if facts.preempted else set()
         for request, preemption in facts.preempted:
             rid = request.spec.request_id
             if rid in running:
@@ -444,8 +408,8 @@ class Session:
         spoilt = self._loads.commit(plan.step)
         self._end_failed(result)
         for key in sampled:
-            request = ledger.requests[key[0]]
-            if not request.live or key in spoilt:
+            request = ledger.live.get(key[0])
+            if request is None or key in spoilt:
                 continue
             record = request.sequences[key[1]]
             record.rejected.pop(plan.step, None)

@@ -15,11 +15,11 @@ so a request may hit a block that another request fills in the same pass.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from conformance.protocol import BlockId
 
-EMPTY = 0
+EMPTY: Final = 0
 """The node of a slot that nothing was written to since the block was zeroed, or ever."""
 
 

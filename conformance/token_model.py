@@ -9,27 +9,27 @@ every configuration must produce the same tokens for a request (DET-2).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, cast
+from typing import Final, TypeAlias, cast
 
 from conformance.calls import ENGINE_RAISES
 from conformance.operations import Add
 from conformance.protocol import AdapterError, EncoderItem, Engine, OwnModel, Request, StreamedInput
 
-PADDING_TOKEN = 0
+PADDING_TOKEN: Final = 0
 """Never sampled: engines use it for padding."""
-STOP_TOKEN = 1
+STOP_TOKEN: Final = 1
 """Sampled only where a request says so."""
-FIRST_TOKEN = 2
-VOCABULARY_SIZE = 61
+FIRST_TOKEN: Final = 2
+VOCABULARY_SIZE: Final = 61
 """Small on purpose: prefixes that agree by accident must occur."""
 
-TOKEN_BITS = 20
+TOKEN_BITS: Final = 20
 """Of the largest vocabulary that a real model may have."""
 
 Model: TypeAlias = Callable[[list[int]], int]
 """The token that follows a prefix, as a real model decides it."""
 
-_MASK = (1 << 61) - 1
+_MASK: Final = (1 << 61) - 1
 
 
 def _mix(value: int) -> int:
@@ -104,11 +104,11 @@ def model_of(engine: Engine) -> Model | None:
     """
     if not engine.capabilities.own_model:
         return None
-    own = cast("OwnModel", engine)
+    ask = cast("Callable[[list[int]], object]", cast("OwnModel", engine).reference_token)
 
     def model(tokens: list[int]) -> int:
         try:
-            token = own.reference_token(tokens)
+            token = ask(tokens)
         except AdapterError:
             raise
         except ENGINE_RAISES as error:

@@ -16,7 +16,8 @@ from conformance.execute import open_nearest
 from conformance.expectations import Expectations
 from conformance.operations import Operation, Step
 from conformance.protocol import AdapterError, Capabilities, ConfigRefused, EngineConfig, EngineFactory
-from conformance.session import Session, Violation
+from conformance.session import Session
+from conformance.violations import Violation
 from conformance.watchdog import Watchdog
 from fuzz.shrink import EXECUTIONS_MAX, Shrinker, Shrunk, normalised
 from fuzz.source import OperationSource

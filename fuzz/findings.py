@@ -15,8 +15,8 @@ from conformance.execute import execute, trace_of
 from conformance.operations import Operation
 from conformance.protocol import EngineConfig, EngineFactory
 from conformance.reports.trace_page import trace_page
-from conformance.session import Violation
 from conformance.trace import write_trace
+from conformance.violations import Violation
 from conformance.watchdog import Watchdog
 from fuzz.shrink import Shrunk, normalised
 

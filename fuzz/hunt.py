@@ -10,8 +10,8 @@ import msgspec
 from conformance.execute import Execution, trace_of
 from conformance.operations import Operation
 from conformance.protocol import Capabilities, EngineConfig, EngineFactory
-from conformance.session import Violation
 from conformance.trace import Line, Trace, write_trace
+from conformance.violations import Violation
 from conformance.watchdog import Watchdog
 from fuzz.driver import Campaign, Discovery, Driver, Run, campaign
 from fuzz.findings import Kept, file_name, keep

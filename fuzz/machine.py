@@ -20,7 +20,8 @@ from conformance.execute import open_nearest, probe
 from conformance.expectations import Expectations
 from conformance.operations import Abort, AbortEnded, Add, Operation, ResetPrefixCache, Step
 from conformance.protocol import Capabilities, ConfigRefused, EngineConfig, EngineFactory
-from conformance.session import Session, Violation
+from conformance.session import Session
+from conformance.violations import Violation
 from conformance.watchdog import Watchdog
 from fuzz.shrink import Shrinker, Shrunk
 from fuzz.swarm import draw_config

@@ -17,7 +17,7 @@ import msgspec
 from conformance.execute import Execution, execute
 from conformance.operations import Add, Operation, Step
 from conformance.protocol import EngineConfig, EngineFactory
-from conformance.session import Violation
+from conformance.violations import Violation
 from conformance.watchdog import Watchdog
 from fuzz.plainer import SWITCHES, config_weight, instead_of, plainer, scaled_add, smaller, weight
 

@@ -36,9 +36,10 @@ from conformance.protocol import (
     Usage,
 )
 from conformance.requirements import Requirement
-from conformance.session import Session, Violation
+from conformance.session import Session
 from conformance.trace import Trace, TraceError, read_trace, write_trace
 from conformance.version import __version__
+from conformance.violations import Violation
 from conformance.watchdog import Watchdog
 
 __all__ = [

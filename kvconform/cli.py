@@ -29,7 +29,7 @@ from conformance.requirements import load as load_requirements
 from conformance.requirements import load_contract
 from conformance.settings import PRESETS, parse_settings
 from conformance.trace import TraceError, read_trace, write_trace
-from conformance.version import __version__
+from conformance.version import __version__, as_built
 from conformance.watchdog import Watchdog
 from conformance.wording import some
 from fuzz.corpus import corpus
@@ -439,7 +439,7 @@ def version(
 ) -> None:
     """Options that stand before a command."""
     if show:
-        typer.echo(f"kvconform {__version__}")
+        typer.echo(f"kvconform {as_built()}")
         raise typer.Exit
 
 

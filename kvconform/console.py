@@ -16,7 +16,7 @@ from rich.text import Text
 from conformance.engines import option_for
 from conformance.operations import Operation, describe
 from conformance.protocol import EngineConfig
-from conformance.session import Violation
+from conformance.violations import Violation
 from fuzz.driver import Campaign, Discovery
 from fuzz.findings import Kept
 

@@ -31,6 +31,8 @@ class AccountingOracle(Oracle):
         capabilities = ledger.capabilities
         self._exact = not capabilities.keeps_blocks
         self._grace = capabilities.deferred_free_steps
+        self._ahead = max(ledger.config.num_lookahead_slots, ledger.config.num_speculative_tokens)
+        """Tokens for which slots may be set aside beyond those of a sequence."""
         self._aborting: set[RequestId] = set()
         """Requests aborted while they ran, which hold what they held until they have run once more."""
         self._difference: int | None = None
@@ -45,9 +47,11 @@ class AccountingOracle(Oracle):
     # -- per step ----------------------------------------------------------------------------------------
 
     def before_step(self, facts: StepFacts) -> None:
-        moved = {move.dst: move.src for move in facts.plan.moves if move.kind == "copy"}
+        moved: dict[int, int] = {}
+        if facts.plan.moves:
+            moved = {move.dst: move.src for move in facts.plan.moves if move.kind == "copy"}
         for row in facts.rows:
-            if row.previous and row.record.request.state is RequestState.RUNNING:
+            if row.previous and row.tables != row.previous and row.record.request.state is RequestState.RUNNING:
                 self._check_growth(row, moved)
             if row.admitted and self.ledger.config.enable_prefix_caching:
                 self._queried += len(row.record.tokens)
@@ -117,8 +121,7 @@ class AccountingOracle(Oracle):
                 got=f"table {table}",
             )
         known = max(len(row.record.tokens), row.end)
-        config = ledger.config
-        ahead = max(config.num_lookahead_slots, config.num_speculative_tokens)
+        ahead = self._ahead
         most = -(-(known + ahead) // size) + ledger.capabilities.preallocated_blocks
         if len(table) > most:
             self.report(
@@ -177,15 +180,17 @@ class AccountingOracle(Oracle):
     def _check_queues(self, facts: StepFacts) -> None:
         """ACC-10: who runs, waits and is swapped out, by the engine's figures and by what its plans have shown."""
         ledger, usage = self.ledger, facts.usage_after
-        swapped = sum(request.state is RequestState.SWAPPED for request in ledger.preempted.values())
-        counted = {
-            "waiting": (usage.waiting, len(ledger.live) - len(ledger.running) - swapped),
-            "swapped": (usage.swapped, swapped),
-        }
-        if not any(self._is_forking(request, facts) for request in ledger.running.values()):
-            counted["running"] = usage.running, ledger.running_sequences
-        for name, (figure, count) in counted.items():
-            self._compare(facts, f"figure of what is {name}", figure, count)
+        swapped = 0
+        if ledger.preempted:
+            swapped = sum(request.state is RequestState.SWAPPED for request in ledger.preempted.values())
+        self._compare(
+            facts, "figure of what is waiting", usage.waiting, len(ledger.live) - len(ledger.running) - swapped
+        )
+        self._compare(facts, "figure of what is swapped", usage.swapped, swapped)
+        for request in ledger.running.values():
+            if self._is_forking(request, facts):
+                return
+        self._compare(facts, "figure of what is running", usage.running, ledger.running_sequences)
 
     def _compare(self, facts: StepFacts, name: str, figure: int | None, count: int) -> None:
         """ACC-10 when a figure that the engine shows is not what was counted."""
@@ -378,16 +383,15 @@ class AccountingOracle(Oracle):
 
     def _too_much_held(self, snapshot: Snapshot) -> Iterator[Problem]:
         """ACC-5 for what no plan has shown: a running request holds no more than its tokens need."""
-        ledger, config = self.ledger, self.ledger.config
-        if config.kv_cache_groups:
+        ledger = self.ledger
+        if ledger.config.kv_cache_groups:
             return
-        ahead = max(config.num_lookahead_slots, config.num_speculative_tokens)
         for rid, tables in snapshot.held.items():
             request = ledger.running.get(rid)
             if request is None:
                 continue
             longest = max(len(record.tokens) for record in request.sequences)
-            most = ledger.blocks_for(longest + ahead) + ledger.capabilities.preallocated_blocks
+            most = ledger.blocks_for(longest + self._ahead) + ledger.capabilities.preallocated_blocks
             for table in tables:
                 if len(table) > most:
                     yield (

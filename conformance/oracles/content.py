@@ -33,7 +33,8 @@ class ContentOracle(Oracle):
 
     def on_step(self, facts: StepFacts) -> None:
         self._rows = facts.rows
-        self._bring(facts)
+        if facts.plan.moves or facts.plan.loads:
+            self._bring(facts)
         sound = [row for row in facts.rows if not row.spoilt]
         for row in sound:
             self._check_span(row)
@@ -431,7 +432,8 @@ class ContentOracle(Oracle):
 
     def before_step(self, facts: StepFacts) -> None:
         """Swapped and preempted requests keep their records; their tables are dropped by the ledger."""
+        running = RequestState.RUNNING
         for row in facts.rows:
-            if row.record.request.state is not RequestState.RUNNING:
+            if row.record.request.state is not running:
                 for reader in row.record.readers:
                     reader.forget()

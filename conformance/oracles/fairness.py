@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Final
 
 from conformance.ledger import Ledger
 from conformance.oracles.base import Oracle, Report
 from conformance.records import RequestRecord, RequestState, Row, StepFacts
 
-OVERTAKEN_MAX = 64
+OVERTAKEN_MAX: Final = 64
 """How many later arrivals may pass a waiting request before "without bound" is said, per running sequence."""
 
 
-PASSED_OVER_MAX = 2
+PASSED_OVER_MAX: Final = 2
 """Steps in a row in which later arrivals may run and a running request not, for each request that runs."""
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from conformance.oracles.base import Oracle
+from conformance.ledger import Ledger
+from conformance.oracles.base import Oracle, Report
 from conformance.records import Row, StepFacts
 
 
@@ -11,18 +12,25 @@ class LimitsOracle(Oracle):
 
     requirements = ("LIM-1", "LIM-2", "LIM-3", "LIM-4")
 
+    def __init__(self, ledger: Ledger, report: Report) -> None:
+        super().__init__(ledger, report)
+        config = ledger.config
+        self._length_max = config.max_model_len if ledger.has_length_limit else None
+        ahead = config.num_lookahead_slots or config.num_speculative_tokens
+        self._reaches_ahead = ledger.has_length_limit and bool(ahead)
+
     def on_step(self, facts: StepFacts) -> None:
-        config = self.ledger.config
+        config, length_max = self.ledger.config, self._length_max
         tokens = 0
         for row in facts.rows:
             plan = row.plan
             tokens += plan.num_tokens
             drafts = len(plan.draft_tokens)
-            if self.ledger.has_length_limit and row.end > config.max_model_len:
+            if length_max is not None and row.end > length_max:
                 self.report(
-                    "LIM-4" if row.end - drafts <= config.max_model_len else "LIM-3",
+                    "LIM-4" if row.end - drafts <= length_max else "LIM-3",
                     f"{row.record.name} computes position {row.end - 1}, past the model's length",
-                    expected=f"positions below max_model_len = {config.max_model_len}",
+                    expected=f"positions below max_model_len = {length_max}",
                     got=f"positions {plan.first} to {row.end - 1}",
                 )
             if drafts > config.num_speculative_tokens:
@@ -32,7 +40,8 @@ class LimitsOracle(Oracle):
                     expected=f"at most num_speculative_tokens = {config.num_speculative_tokens}",
                     got=str(drafts),
                 )
-            self._check_ahead(row)
+            if self._reaches_ahead:
+                self._check_ahead(row)
         if tokens > config.max_num_batched_tokens and self.ledger.has_token_budget:
             self.report(
                 "LIM-2",
@@ -43,10 +52,7 @@ class LimitsOracle(Oracle):
 
     def _check_ahead(self, row: Row) -> None:
         """LIM-4: no slot is set aside past the model's length; a runner's row of block ids ends there."""
-        ledger, config = self.ledger, self.ledger.config
-        if not ledger.has_length_limit or not (config.num_lookahead_slots or config.num_speculative_tokens):
-            return
-        table = row.tables[0]
+        ledger, table = self.ledger, row.tables[0]
         tokens = max(ledger.tokens_max, len(row.record.tokens), row.end)
         most = ledger.blocks_for(tokens) + ledger.capabilities.preallocated_blocks
         if len(table) > most:

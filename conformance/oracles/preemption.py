@@ -76,9 +76,9 @@ class PreemptionOracle(Oracle):
 
     def _judge_return(self, facts: StepFacts) -> None:
         """PRE-4: nobody who arrived later, at the same priority, is admitted before a preempted request is back."""
-        away = [*self.ledger.preempted.values(), *(request for request, _ in facts.preempted)]
-        if not away:
+        if not self.ledger.preempted and not facts.preempted:
             return
+        away = [*self.ledger.preempted.values(), *(request for request, _ in facts.preempted)]
         # Who was loaded may have had its blocks before anybody was preempted.
         admitted = [row.record.request for row in facts.rows if row.admitted and not row.record.request.loads]
         if not admitted:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from conformance.ledger import Ledger
 from conformance.oracles.base import Oracle, Report
 from conformance.protocol import Finished
 from conformance.records import RequestRecord, RequestState, StepFacts
 
-STALLED_STEPS_MAX = 8
+STALLED_STEPS_MAX: Final = 8
 """Steps in a row without a scheduled token, for each live request, before it is a stall."""
-CHURN_STEPS_MIN = 32
-CHURN_FACTOR = 4
+CHURN_STEPS_MIN: Final = 32
+CHURN_FACTOR: Final = 4
 """How often everything live may be computed again without anybody getting further."""
 
 
@@ -157,9 +159,9 @@ class ProgressOracle(Oracle):
 
     def _judge_work_conserving(self, facts: StepFacts) -> None:
         """PRG-7: the head of the queue is not left waiting with room for it in every respect."""
-        if self._owes_no_admission(facts):
-            return
         ledger, config = self.ledger, self.ledger.config
+        if len(ledger.running) == len(ledger.live) or self._owes_no_admission(facts):
+            return
         head = self._head()
         if head is None or self._why_not_servable(head) or head.arrived_step > facts.plan.step:
             return
@@ -223,8 +225,6 @@ class ProgressOracle(Oracle):
     def _head(self) -> RequestRecord | None:
         """Who is to run next: None if nobody waits, or somebody is swapped out (who goes first) or out of turn."""
         ledger = self.ledger
-        if len(ledger.running) == len(ledger.live):
-            return None
         if any(request.state is RequestState.SWAPPED for request in ledger.preempted.values()):
             return None
         queued = [request for request in ledger.live.values() if request.state is not RequestState.RUNNING]

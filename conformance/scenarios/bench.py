@@ -8,11 +8,11 @@ from typing import TypeAlias
 from conformance.execute import Execution, open_session, trace_of
 from conformance.ledger import Ledger
 from conformance.operations import Abort, AbortEnded, Add, Operation, ResetPrefixCache
-from conformance.oracles import Oracle, Report
 from conformance.protocol import Capabilities, EngineConfig, EngineFactory, Feature, Finished
 from conformance.records import RequestRecord, RequestState, StepFacts
-from conformance.session import CORRUPTING, Session, Violation
+from conformance.session import Session
 from conformance.trace import Recorder, Trace
+from conformance.violations import CORRUPTING, Violation
 from conformance.watchdog import Watchdog
 from conformance.wording import some
 
@@ -34,11 +34,11 @@ class Unjudged(Exception):  # noqa: N818 - an answer, not an error
     """A comparison is impossible, because one of its runs was cut short or never finished."""
 
 
-class Watch(Oracle):
-    """A listener that judges nothing: it keeps what comparisons need."""
+class Watch:
+    """Listens to a session, and keeps what comparisons need."""
 
-    def __init__(self, ledger: Ledger, report: Report) -> None:
-        super().__init__(ledger, report)
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
         self.peak = 0
         """Most sequences that were on the running set at once."""
         self.first_positions: dict[str, int] = {}
@@ -157,7 +157,7 @@ class Bench:
         self._must_declare(config.features_needed(), self.capabilities)
         recorder = Recorder()
         session = open_session(self._factory, config, judge=self._judge, watchdog=self._watchdog, recorder=recorder)
-        watch = Watch(session.ledger, _deaf)
+        watch = Watch(session.ledger)
         session.listen(watch)
         try:
             for operation in workload(session) if callable(workload) else workload:
@@ -216,7 +216,3 @@ def features_of(operation: Operation) -> set[Feature]:
         case _:
             pass
     return needed
-
-
-def _deaf(*_: object, **__: object) -> None:
-    """Where the reports of a listener that makes none go."""

@@ -19,7 +19,7 @@ from conformance.adapters.reference import make
 from conformance.operations import Operation
 from conformance.protocol import EngineConfig, EngineFactory
 from conformance.requirements import load as load_requirements
-from conformance.session import Violation
+from conformance.violations import Violation
 from conformance.watchdog import Watchdog
 from fuzz.bugbench.probe import Counters
 from fuzz.bugbench.registry import PlantedFault

@@ -8,7 +8,8 @@ import pytest
 
 from conformance.operations import Add, Operation
 from conformance.protocol import AdapterError, ConfigRefused, EngineConfig, Request, RequestRefused, Sampled
-from conformance.session import Session, Violation
+from conformance.session import Session
+from conformance.violations import Violation
 
 if importlib.util.find_spec("nanovllm") is None:
     pytest.skip("nano-vllm is not installed", allow_module_level=True)

@@ -18,7 +18,8 @@ from conformance.protocol import (
     Sampled,
     SequencePlan,
 )
-from conformance.session import Session, Violation
+from conformance.session import Session
+from conformance.violations import Violation
 
 pytest.importorskip("smol_vllm", reason="smol-vllm is not installed")
 

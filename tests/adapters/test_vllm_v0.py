@@ -21,8 +21,9 @@ from conformance.protocol import (
     Sampled,
     StepPlan,
 )
-from conformance.session import Session, Violation
+from conformance.session import Session
 from conformance.trace import Recorder
+from conformance.violations import Violation
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)

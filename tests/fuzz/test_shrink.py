@@ -13,8 +13,8 @@ from conformance.adapters.reference import make
 from conformance.execute import execute, replay
 from conformance.operations import Abort, Add, Operation, Step
 from conformance.protocol import Engine, EngineConfig, OptionValue
-from conformance.session import Violation
 from conformance.trace import read_trace
+from conformance.violations import Violation
 from fuzz.bugbench.registry import load
 from fuzz.driver import Driver, flatten
 from fuzz.findings import fingerprint, keep, source

@@ -19,9 +19,10 @@ from conformance.protocol import (
     StepPlan,
     Taken,
 )
-from conformance.session import Session, Violation
+from conformance.session import Session
 from conformance.smoke import smoke
 from conformance.token_model import STOP_TOKEN
+from conformance.violations import Violation
 from passed_on import PassedOn
 
 DEVICE = EngineConfig(

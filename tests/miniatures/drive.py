@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from conformance.operations import Abort, AbortEnded, Add, Drain, Operation, ResetPrefixCache, Step
 from conformance.protocol import ConfigRefused, EngineConfig
-from conformance.session import Session, Violation
+from conformance.session import Session
+from conformance.violations import Violation
 
 from .clean import Miniature, PrefillsFirst
 

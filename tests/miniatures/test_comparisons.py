@@ -9,7 +9,7 @@ from conformance.engines import EngineSource
 from conformance.protocol import Engine, EngineConfig
 from conformance.requirements import load
 from conformance.results import CheckResult
-from conformance.session import Violation
+from conformance.violations import Violation
 
 from . import broken_accounting, broken_content, broken_on_device, broken_scheduling
 from . import broken_in_comparison as broken

@@ -8,7 +8,8 @@ import msgspec
 
 from conformance.operations import Abort, Add, Drain, Operation, Step
 from conformance.protocol import EngineConfig
-from conformance.session import Session, Violation
+from conformance.session import Session
+from conformance.violations import Violation
 
 from . import broken_on_device as broken
 from . import drive
