@@ -69,8 +69,9 @@ def _to_run(request: RequestRecord, *, pipelined: bool) -> list[SequenceRecord]:
 
 def _next_length(record: SequenceRecord, budget: int | None) -> int:
     """Length up to which the next step computes: one token and its drafts in decode, at most the budget in prefill."""
-    length = len(record.tokens) + len(record.drafts) + sum(record.rejected.values())
-    return length if budget is None else min(length, record.computed + budget)
+    taken_for_accepted = sum(record.rejected.values())  # by an engine that has not been told
+    length = len(record.tokens) + len(record.drafts) + taken_for_accepted
+    return length if budget is None else min(length, record.computed + taken_for_accepted + budget)
 
 
 def blocks_released(ledger: Ledger, request: RequestRecord, gone: Counter[BlockId]) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from conformance.ledger import Ledger
 from conformance.oracles.base import Oracle, Report
+from conformance.oracles.sharing import given_up, is_wrapped, merged_away, rewritten_alike
 from conformance.protocol import BlockMove, KVLoad, SequenceKey
 from conformance.records import RequestState, Row, StepFacts
 from conformance.shadow_kv import EMPTY, Mismatch, ShadowKV
@@ -230,7 +231,11 @@ class ContentOracle(Oracle):
             if index >= len(table):
                 continue
             block, node = table[index], self._nodes(row)[row.end - 1]
-            if self.ledger.holders.get(block, 0) > 1 and self._shadows[group].holds(block, 0) != node:
+            if (
+                self.ledger.holders.get(block, 0) > 1
+                and self._shadows[group].holds(block, 0) != node
+                and not given_up(self.ledger, facts.rows, row, block)
+            ):
                 self.report(
                     "ACC-3",
                     f"{row.record.name} leaves its state after position {row.end - 1} in block {block}, "
@@ -263,7 +268,7 @@ class ContentOracle(Oracle):
         for index in range(first // size, (end - 1) // size + 1):
             block = table[index]
             low, high = max(first, index * size), min(end, (index + 1) * size)
-            if holders.get(block, 0) > 1 and not self._is_wrapped(table, block):
+            if holders.get(block, 0) > 1 and not is_wrapped(self.ledger, table, block):
                 self._check_shared(row, group, block, low, nodes[low:high])
                 self._check_writers(row, group, block, range(low, high), written)
             if self._pipelined:
@@ -295,18 +300,15 @@ class ContentOracle(Oracle):
                     got=f"tables {other.tables[group]} and {row.tables[group]}",
                 )
 
-    def _is_wrapped(self, table: list[int], block: int) -> bool:
-        """Whether one sequence's table names the block several times (a table that wraps round the window)."""
-        return self.ledger.config.sliding_window is not None and table.count(block) == self.ledger.holders[block]
-
     def _check_shared(self, row: Row, group: int, block: int, first: int, nodes: list[int]) -> None:
         shadow, size = self._shadows[group], self._sizes[group]
         for position, node in enumerate(nodes, first):
             # A write that leaves the slot as it was (a fully hit prompt computes its last token again) harms nobody.
             if (
                 shadow.holds(block, position % size) != node
-                and not self._rewritten_alike(group, block, position, node)
-                and not self._merged_away(row, block)
+                and not rewritten_alike(self.ledger, group, block, position, node)
+                and not merged_away(self.ledger, self._rows, row, block)
+                and not given_up(self.ledger, self._rows, row, block)
             ):
                 self.report(
                     "ACC-3",
@@ -316,36 +318,6 @@ class ContentOracle(Oracle):
                     got=f"table {row.tables[0]}",
                 )
                 return
-
-    def _merged_away(self, row: Row, block: int) -> bool:
-        """Whether everybody else may have given the block up for one of equal content since they last ran.
-
-        If not, what they read when they run again is not theirs.
-        """
-        ledger = self.ledger
-        if not ledger.capabilities.merges_equal_blocks:
-            return False
-        here = {other.record.key for other in self._rows}
-        return not any(
-            block in table and (record.key in here or (table.index(block) + 1) * ledger.block_size > record.computed)
-            for request in ledger.running.values()
-            for record in request.sequences
-            if record is not row.record
-            for table in record.tables
-        )
-
-    def _rewritten_alike(self, group: int, block: int, position: int, node: int) -> bool:
-        """Whether every holder of the block has this very prefix at this position, so that all write the same."""
-        index = position // self._sizes[group]
-        for request in self.ledger.running.values():
-            for record in request.sequences:
-                for place, table in enumerate(record.tables):
-                    if place == group and index < len(table) and table[index] == block:
-                        if position >= len(record.nodes) or record.nodes[position] != node:
-                            return False
-                    elif block in table:
-                        return False
-        return True
 
     def _check_in_flight(self, row: Row, shadow: ShadowKV, block: int, first: int, nodes: list[int], size: int) -> None:
         for step, users in self._in_flight.items():

@@ -66,6 +66,19 @@ def test_a_prefill_needs_the_blocks_of_the_chunk_that_the_budget_allows() -> Non
     assert books.need() == 2  # up to position 13: four blocks, two of them owned
 
 
+def test_the_budget_counts_from_where_the_engine_believes_the_request_to_be() -> None:
+    books = Books(num_speculative_tokens=3, max_num_batched_tokens=4)
+    record = books.run(6, [1, 2]).sequences[0]
+    record.drafts = [3, 3, 3]
+    assert books.need() == 1  # tokens and drafts, up to position 8
+    record.rejected = {5: 3}
+    assert books.need() == 1  # three more that are not known to be rejected, up to position 11
+    books.ledger.set_tables(record, [[1, 2, 3]])
+    record.computed = 5
+    record.rejected = {5: 3, 6: 3}
+    assert books.need() == 1  # up to position 14, of which the budget allows as many: it counts from 11 on
+
+
 def test_lookahead_slots_are_needed_too() -> None:
     books = Books(num_lookahead_slots=3)
     books.run(6, [1, 2])

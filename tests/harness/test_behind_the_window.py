@@ -1,0 +1,63 @@
+"""What a sequence has behind it may be given to others before any plan shows it; what it still reads may not."""
+
+from __future__ import annotations
+
+from by_hand import ScriptedEngine
+from conformance.operations import Add, Step
+from conformance.protocol import EngineConfig, Feature, KVCacheGroup, SequencePlan, StepPlan
+from conformance.session import Session
+
+FEATURES: frozenset[Feature] = frozenset({"chunked_prefill", "kv_cache_groups", "sliding_window", "state_groups"})
+ADD = Add(prompt_len=7, max_tokens=3)
+
+
+def row(name: str, count: int, table: list[int]) -> SequencePlan:
+    return SequencePlan(request_id=name, first=0, num_tokens=count, block_tables=[table], samples=False)
+
+
+def broken(second: StepPlan, **config: object) -> list[str]:
+    """r0 computes six positions through blocks 1, 2 and 3, then ``second`` runs."""
+    first = StepPlan(step=0, sequences=[row("r0", 6, [1, 2, 3])])
+    engine = ScriptedEngine(first, second, features=FEATURES)
+    fields = {"num_blocks": 12, "block_size": 2, "max_model_len": 16, "enable_chunked_prefill": True} | config
+    session = Session(engine, EngineConfig(**fields))  # type: ignore[arg-type]  # of fields of several types
+    for operation in (ADD, Step(), ADD, Step()):
+        session.apply(operation)
+    return [violation.requirement for violation in session.violations]
+
+
+def given_to_another(block: int) -> StepPlan:
+    return StepPlan(step=1, sequences=[row("r1", 2, [block])])
+
+
+def test_a_block_that_the_window_has_left_may_be_given_to_another() -> None:
+    assert broken(given_to_another(1), sliding_window=4) == []
+
+
+def test_a_block_of_which_the_window_still_reads_a_position_may_not() -> None:
+    # The next query stands at position 6 and reads from position 2 on.
+    assert broken(given_to_another(2), sliding_window=5) == ["ACC-3"]
+    assert broken(given_to_another(2), sliding_window=4) == ["ACC-3"]
+
+
+def test_without_a_window_no_block_may() -> None:
+    assert broken(given_to_another(1)) == ["ACC-3"]
+
+
+def test_a_block_that_a_plan_still_names_is_not_given_up() -> None:
+    both = StepPlan(
+        step=1,
+        sequences=[
+            SequencePlan(request_id="r0", first=6, num_tokens=1, block_tables=[[1, 2, 3, 4]], samples=True),
+            row("r1", 2, [1]),
+        ],
+    )
+    assert broken(both, sliding_window=4) == ["ACC-3"]
+
+
+STATE = (KVCacheGroup(name="state", block_size=2, state=True),)
+
+
+def test_of_recurrent_state_only_the_last_block_is_still_read() -> None:
+    assert broken(given_to_another(2), kv_cache_groups=STATE) == []
+    assert broken(given_to_another(3), kv_cache_groups=STATE) == ["ACC-3"]
