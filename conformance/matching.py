@@ -61,7 +61,7 @@ class PlanMatcher:
                 record.computed = 0  # there was no room to fork it: it starts anew
             if sequence.optimistic:
                 sequence.first -= sum(record.rejected.values())
-            facts.rows.append(self._row(record, sequence))
+            facts.rows.append(self._row(record, sequence, facts))
         return True
 
     def _is_whole(self, sequence: SequencePlan, request: RequestRecord, plan: StepPlan) -> bool:
@@ -112,14 +112,12 @@ class PlanMatcher:
             if not known or not len(call.rows) == len(call.lines) == len(call.positions) > 0:
                 raise AdapterError(f"step {plan.step}: malformed {call!r}")
 
-    def _row(self, record: SequenceRecord, sequence: SequencePlan) -> Row:
+    def _row(self, record: SequenceRecord, sequence: SequencePlan, facts: StepFacts) -> Row:
         request = record.request
-        return Row(
-            record,
-            sequence,
-            admitted=request.admitted_step is None,
-            resumed=request.spec.request_id in self._ledger.preempted,
-        )
+        resumed = request.spec.request_id in self._ledger.preempted
+        if facts.preempted and not resumed:  # who keeps its blocks may be back in the very step
+            resumed = any(one is request for one, _ in facts.preempted)
+        return Row(record, sequence, admitted=request.admitted_step is None, resumed=resumed)
 
     def _still_in_flight(self, record: SequenceRecord) -> bool:
         """A sequence that stopped in a step not yet committed: the engine could not know."""

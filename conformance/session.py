@@ -10,10 +10,11 @@ engine become violations. It raises `AdapterError` when the adapter, not the eng
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from conformance.calls import NONSENSE, EngineCalls
+from conformance.commits import Commits
 from conformance.ledger import Ledger
 from conformance.loading import Loads
 from conformance.matching import PlanMatcher, span
@@ -33,7 +34,7 @@ from conformance.protocol import (
     StepPlan,
     Usage,
 )
-from conformance.records import RequestRecord, RequestState, Row, SequenceRecord, StepFacts
+from conformance.records import RequestRecord, RequestState, Row, StepFacts
 from conformance.sampling import execute_step
 from conformance.token_model import model_of, request_from
 from conformance.trace import Recorder
@@ -73,6 +74,7 @@ class Session:
         self._listeners: list[object] = []
         self._hear()
         self._loads = Loads(self.ledger)
+        self._commits = Commits(self.ledger, self._loads, self._end)
         self.violations: list[Violation] = []
         self.known: Callable[[str, str], bool] | None = None
         """Tells, by requirement and "MESSAGE; got GOT", the failures that are known and need no report."""
@@ -212,9 +214,7 @@ class Session:
             self.ledger.saw(f"aborted while {request.state.value}")
             if request.state is RequestState.RUNNING:
                 request.aborted_steps = self.capabilities.aborted_steps
-            self.ledger.end(request, RequestState.ABORTED)
-            for oracle in self.oracles:
-                oracle.on_end(request)
+            self._end(request, RequestState.ABORTED)
         self._note({"aborted": rid})
         self._refresh_usage()
 
@@ -322,7 +322,7 @@ class Session:
         running = {row.record.request.spec.request_id for row in facts.rows} if facts.preempted else set()
         for request, preemption in facts.preempted:
             rid = request.spec.request_id
-            if rid in running:
+            if rid in running and "preempted" not in self.capabilities.keeps_blocks:
                 self._report(
                     "ACC-7",
                     f"step {facts.plan.step} preempts {rid} and runs it",
@@ -399,73 +399,24 @@ class Session:
         result = self._calls.make("commit", self.engine.commit, plan.step, sampled, expects=CommitResult)
         if result is None:
             return
-        self._settle_commit(plan, sampled, result)
-        self._refresh_usage()
-
-    def _settle_commit(self, plan: StepPlan, sampled: Mapping[SequenceKey, Sampled], result: CommitResult) -> None:
-        ledger = self.ledger
-        ended: list[RequestRecord] = []
-        spoilt = self._loads.commit(plan.step)
-        self._end_failed(result)
-        for key in sampled:
-            request = ledger.live.get(key[0])
-            if request is None or key in spoilt:
-                continue
-            record = request.sequences[key[1]]
-            record.rejected.pop(plan.step, None)
-            if _dropped(record, plan.step, result):
-                if record.done_at_step == plan.step:
-                    record.forget(record.len_min)
-                continue
-            if not self._in_flight:
-                record.len_min = len(record.tokens)
-            else:
-                record.len_min = max(record.len_min, min(len(record.tokens), record.len_min + len(sampled[key].tokens)))
-            if record.done and record.done_at_step == plan.step:
-                if not request.spec.streamed:
-                    ledger.set_tables(record, [])
-                    record.settled = True
-                if request.spec.streamed or (request.forked and all(one.settled for one in request.sequences)):
-                    ended.append(request)
-        self._tell_of_commit(plan.step, sampled, result, ended)
-        self._end(ended, result)
-
-    def _end(self, ended: list[RequestRecord], result: CommitResult) -> None:
-        """Requests that have the outputs asked for are over, or go on with their next input."""
-        ledger = self.ledger
-        more = [request for request in ended if request.spec.streamed]
-        if self._recorder is not None:
-            names = {request.spec.request_id for request in more}
-            self._recorder.commit([one.request_id for one in result.finished if one.request_id not in names])
-        for request in ended:
-            if request in more:
-                ledger.go_on(request, self.steps)
-                continue
-            ledger.end(request, RequestState.FINISHED)
-            for oracle in self.oracles:
-                oracle.on_end(request)
-
-    def _end_failed(self, result: CommitResult) -> None:
-        """Requests that the engine ends, as it declares, because KV they need did not come."""
-        if self.capabilities.load_failures != "fail":
-            return
-        for report in result.finished:
-            request = self.ledger.live.get(report.request_id)
-            if request is not None and request.load_failed:
-                self.ledger.saw("ended by a failed load")
-                self.ledger.end(request, RequestState.FAILED)
-                for oracle in self.oracles:
-                    oracle.on_end(request)
-
-    def _tell_of_commit(
-        self, step: int, sampled: Mapping[SequenceKey, Sampled], result: CommitResult, ended: list[RequestRecord]
-    ) -> None:
+        ended = self._commits.take(plan.step, sampled, result, last=not self._in_flight)
         if result.taken:
             for on_taken in self._on_taken:
-                on_taken(step, result.taken, sampled)
+                on_taken(plan.step, result.taken, sampled)
         if not self._spoilt:
             for on_commit in self._on_commit:
-                on_commit(step, result.finished, ended)
+                on_commit(plan.step, result.finished, ended)
+        if self._recorder is not None:
+            streamed = {request.spec.request_id for request in ended if request.spec.streamed}
+            self._recorder.commit([one.request_id for one in result.finished if one.request_id not in streamed])
+        self._commits.end(ended, self.steps)
+        self._refresh_usage()
+
+    def _end(self, request: RequestRecord, state: RequestState) -> None:
+        """The request is over, and every oracle hears of it."""
+        self.ledger.end(request, state)
+        for oracle in self.oracles:
+            oracle.on_end(request)
 
     def audit(self) -> None:
         """Hold the engine's whole books against the ledger's, when the engine can show them."""
@@ -521,15 +472,3 @@ class Session:
     def _note(self, outcome: dict[str, Any]) -> None:
         if self._recorder is not None:
             self._recorder.note(outcome)
-
-
-def _dropped(record: SequenceRecord, step: int, result: CommitResult) -> bool:
-    """Whether the tokens of ``step`` count as dropped: the engine took the sequence off the running set meanwhile.
-
-    It may compute them again. Of several sequences the end of one is not reported, so that nothing can be told.
-    """
-    if record.set_aside_step is not None and record.set_aside_step > step:
-        return True
-    request = record.request
-    away = request.preempted_step is not None and request.preempted_step > step
-    return away and request.spec.n == 1 and all(one.request_id != record.key[0] for one in result.finished)

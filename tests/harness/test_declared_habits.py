@@ -108,6 +108,14 @@ def test_a_token_that_no_position_was_run_for_is_a_finding() -> None:
     assert broken(Scripted(*steps), 1, Add(prompt_len=4, max_tokens=4)) == {"PRG-5"}
 
 
+def test_who_keeps_its_blocks_may_be_back_in_the_step_that_preempts_it() -> None:
+    steps = plans([row(0, 0, 4, [0, 1])], [row(0, 4, 1, [0, 1, 2])])
+    steps[1].preempted = [Preemption(request_id="r0", mode="recompute")]
+    keeping = frozenset({"preempted"})
+    assert broken(Scripted(*steps, keeps_blocks=keeping), 2, Add(4, 3)) <= {"PRE-1", "PRE-2", "PRE-5"}
+    assert "ACC-7" in broken(Scripted(*steps), 2, Add(4, 3))
+
+
 @pytest.mark.parametrize(("lookahead", "need"), [(0, 0), (1, 1), (2, 1), (3, 2)])
 def test_tokens_set_aside_ahead_are_real_need(lookahead: int, need: int) -> None:
     ledger = Ledger(CONFIG, Capabilities(engine="none", version="0", features=FEATURES, lookahead_tokens=lookahead))

@@ -145,3 +145,12 @@ def drawn(features: frozenset[Feature]) -> list[Add]:
 def test_inputs_are_drawn_for_an_engine_that_takes_them_and_fit_the_model() -> None:
     assert any(add.streamed for add in drawn(FEATURES))
     assert not any(add.streamed for add in drawn(FEATURES - {"streaming_input"}))
+
+
+@pytest.mark.parametrize("add", [ADD, Add(3, 2)], ids=["next input", "over"])
+def test_nobody_is_next_in_the_queue_while_somebody_waits_out_of_turn(add: Add) -> None:
+    session = Session(Scripted(*ANSWERED, ends=(1,)), CONFIG)
+    for operation in (add, Step(2), Add(2, 2), Step()):
+        session.apply(operation)
+    passed_over = {violation.requirement for violation in session.violations}
+    assert passed_over == (set() if add.streamed else {"PRG-7"})
