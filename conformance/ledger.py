@@ -6,6 +6,9 @@ and how far they are computed, and, per block, how many live sequences hold it. 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+
 import msgspec
 
 from conformance.protocol import BlockId, Capabilities, EngineConfig, Request, RequestId, SequenceKey
@@ -284,9 +287,10 @@ class Ledger:
         """Blocks that admission leaves free, as the configuration says."""
         return int(self.config.watermark * self.config.num_blocks)
 
-    def may_lack_encoder_room(self, request: RequestRecord) -> bool:
-        """Whether the encoder cache may hold items of others in the place of the request's own."""
-        return bool(request.spec.encoder_items) and any(other.spec.encoder_items for other in self.running.values())
+    def may_lack_encoder_room(self, request: RequestRecord, coming: Iterable[RequestRecord] = ()) -> bool:
+        """Whether the encoder cache may hold items of others who run, or are ``coming``, in the place of its own."""
+        others = itertools.chain(self.running.values(), coming)
+        return bool(request.spec.encoder_items) and any(other.spec.encoder_items for other in others)
 
     def surely_fits(self, request: RequestRecord) -> bool:
         """Whether all tokens of the request fit the usable pool, watermark aside: then it must be served (PRG-2)."""

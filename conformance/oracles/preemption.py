@@ -90,7 +90,7 @@ class PreemptionOracle(Oracle):
             if (
                 request.spec.request_id in back
                 or request.state in HOLDING
-                or self.ledger.may_lack_encoder_room(request)
+                or self.ledger.may_lack_encoder_room(request, (row.record.request for row in facts.rows))
             ):
                 continue
             since = facts.plan.step if request.preempted_step is None else request.preempted_step

@@ -70,6 +70,22 @@ def test_a_preempted_request_may_wait_for_room_in_the_encoder_cache() -> None:
     assert not overtaken(4, 5)
 
 
+def test_who_returns_in_the_very_step_takes_room_too() -> None:
+    def overtaken(*encoder_sizes: int) -> bool:
+        return broken(
+            "PRE-4",
+            [Add(5, 3, encoder_sizes=encoder_sizes), Add(1, 3, encoder_sizes=(1,)), Add(1, 1)],
+            [row("r0", 0, 4, [0, 1], samples=False), row("r1", 0, 1, [2])],
+            [],
+            [],
+            [row("r0", 0, 4, [0, 1], samples=False), row("r2", 0, 1, [3])],
+            preempts={1: "r1", 2: "r0"},
+        )
+
+    assert overtaken(), "nobody else has anything in the encoder cache"
+    assert not overtaken(5)
+
+
 def test_who_passed_over_it_meanwhile_returns_before_it() -> None:
     assert not broken(
         "PRG-7",
