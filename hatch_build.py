@@ -22,6 +22,8 @@ class CompileHook(BuildHookInterface[Any]):
     """Adds a compiled module to the wheel for each of the configured ``modules`` (patterns of files)."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if version == "editable":
+            return  # its modules are read from the tree
         from mypyc.build import mypycify  # noqa: PLC0415 - a dependency only where this runs
         from setuptools import Distribution  # noqa: PLC0415 - as above
 
@@ -41,7 +43,8 @@ class CompileHook(BuildHookInterface[Any]):
         build_data["pure_python"], build_data["infer_tag"] = False, True
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        self._folder.cleanup()
+        if version != "editable":
+            self._folder.cleanup()
 
 
 @contextlib.contextmanager

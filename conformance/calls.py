@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -17,6 +17,10 @@ ENGINE_RAISES: Final = (Exception, SystemExit, GeneratorExit)
 """What an engine may raise; an interrupt is the user's."""
 NONSENSE: Final = (TypeError, AttributeError, LookupError, ValueError, OverflowError)
 """What the harness runs into when an answer has a part of the wrong type."""
+
+
+_HERE: Final = __file__ if __file__.endswith(".py") else "conformance/calls.py"
+"""This file as tracebacks name it, compiled or not."""
 
 
 class EngineFailed(Exception):  # noqa: N818 - named for what the engine did
@@ -63,6 +67,8 @@ class EngineCalls:
             watchdog.begin(name)
         try:
             result = function(*arguments) if arguments else function()
+            if watchdog is not None:
+                watchdog.arrive()
         except answers:
             raise
         except AdapterError:
@@ -83,7 +89,7 @@ class EngineCalls:
     def raised(self, name: str, error: BaseException, requirement: str = "PRG-8") -> None:
         """A call raised ``error``."""
         if not isinstance(error, EngineFailed):
-            error = raised(*raised_by(error, __file__))
+            error = raised(*raised_by(error, _HERE))
         self._failed(error.requirement or requirement, f"{name} {error.told}", error.expected, error.got)
 
     def find_malformed(self) -> bool:
@@ -94,10 +100,28 @@ class EngineCalls:
             except NONSENSE as error:
                 self._malformed(name, str(error))
                 return True
+            problem = _unlike(answer, "")
+            if problem:
+                self._malformed(name, problem)
+                return True
         return False
 
     def _malformed(self, name: str, problem: str) -> None:
         self.raised(name, malformed(problem))
+
+
+def _unlike(value: object, where: str) -> str:
+    """The first part of an answer that only looks like what its interface declares, such as a tuple for a list."""
+    parts: Iterable[tuple[str, object]] = ()
+    if isinstance(value, msgspec.Struct):
+        parts = ((f"{where}.{name}", getattr(value, name)) for name in value.__struct_fields__)
+    elif type(value) is list:
+        parts = ((f"{where}[{index}]", part) for index, part in enumerate(value))
+    elif type(value) is dict:
+        parts = ((f"{where}[{key!r}]", part) for key, part in value.items())
+    elif value is not None and type(value) not in (bool, int, str):
+        return f"{type(value).__name__} at {where or 'its top'}"
+    return next((problem for place, part in parts if (problem := _unlike(part, place))), "")
 
 
 def raised_by(error: BaseException, caller: str) -> tuple[str, str, str]:

@@ -115,7 +115,7 @@ class PlanMatcher:
     def _row(self, record: SequenceRecord, sequence: SequencePlan, facts: StepFacts) -> Row:
         request = record.request
         resumed = request.spec.request_id in self._ledger.preempted
-        if facts.preempted and not resumed:  # who keeps its blocks may be back in the very step
+        if facts.preempted and not resumed and "preempted" in self._capabilities.keeps_blocks:  # back in the very step
             resumed = any(one is request for one, _ in facts.preempted)
         return Row(record, sequence, admitted=request.admitted_step is None, resumed=resumed)
 

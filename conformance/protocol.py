@@ -189,7 +189,7 @@ class Capabilities(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """Blocks of the pool that never serve a request, the null block included."""
     unit: Literal["token", "page", "block"] = "block"
     keeps_blocks: frozenset[Literal["waiting", "preempted", "finished"]] = frozenset()
-    """States in which a request may go on holding blocks."""
+    """States in which a request may go on holding blocks. ``preempted``: it may also be run on in the very step."""
     deferred_free_steps: int = 0
     """Commits for which blocks of a finished, aborted or preempted request may stay held."""
     aborted_steps: int = 0

@@ -103,7 +103,10 @@ class Session:
         self._refresh_usage()
 
     def listen(self, listener: object) -> None:
-        """Let somebody who judges nothing hear of every step too, by those hooks of `Oracle` that it has."""
+        """Let somebody who judges nothing hear of every step too.
+
+        It is called by those of `Oracle.before_step`, `on_step`, `after_step`, `on_taken` and `on_commit` that it has.
+        """
         self._listeners.append(listener)
         self._hear()
 

@@ -9,11 +9,11 @@ every configuration must produce the same tokens for a request (DET-2).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias, cast
+from typing import Final, TypeAlias
 
 from conformance.calls import ENGINE_RAISES
 from conformance.operations import Add
-from conformance.protocol import AdapterError, EncoderItem, Engine, OwnModel, Request, StreamedInput
+from conformance.protocol import AdapterError, EncoderItem, Engine, Request, StreamedInput
 
 PADDING_TOKEN: Final = 0
 """Never sampled: engines use it for padding."""
@@ -104,7 +104,9 @@ def model_of(engine: Engine) -> Model | None:
     """
     if not engine.capabilities.own_model:
         return None
-    ask = cast("Callable[[list[int]], object]", cast("OwnModel", engine).reference_token)
+    ask: Callable[[list[int]], object] | None = getattr(engine, "reference_token", None)
+    if ask is None:
+        raise AdapterError("capabilities: own_model is declared, and there is no reference_token")
 
     def model(tokens: list[int]) -> int:
         try:

@@ -91,6 +91,12 @@ class Watchdog:
         self._serial += 1
         self._call = call
 
+    def arrive(self) -> None:
+        """Where `EngineHung` comes up at the latest: what is raised in a native call waits for the next line of Python.
+
+        Called inside the ``try`` that is to see it; this module is never compiled.
+        """
+
     def end(self) -> None:
         """The calling thread is back. A raise that came too late to stop the call is dropped."""
         with self._lock:

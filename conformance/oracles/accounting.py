@@ -51,7 +51,8 @@ class AccountingOracle(Oracle):
         if facts.plan.moves:
             moved = {move.dst: move.src for move in facts.plan.moves if move.kind == "copy"}
         for row in facts.rows:
-            if row.previous and row.tables != row.previous and row.record.request.state is RequestState.RUNNING:
+            stays = not row.resumed and row.record.request.state is RequestState.RUNNING
+            if stays and row.previous and row.tables != row.previous:
                 self._check_growth(row, moved)
             if row.admitted and self.ledger.config.enable_prefix_caching:
                 self._queried += len(row.record.tokens)

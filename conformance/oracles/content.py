@@ -234,7 +234,7 @@ class ContentOracle(Oracle):
             if (
                 self.ledger.holders.get(block, 0) > 1
                 and self._shadows[group].holds(block, 0) != node
-                and not given_up(self.ledger, facts.rows, row, block)
+                and not (given_up(self.ledger, facts.rows, row, block) and not self._is_in_flight(row, block))
             ):
                 self.report(
                     "ACC-3",
@@ -319,13 +319,17 @@ class ContentOracle(Oracle):
                 )
                 return
 
+    def _is_in_flight(self, row: Row, block: int) -> bool:
+        """Whether a step that is not committed uses the block for somebody else."""
+        return any(users.get(block, row.record.key) != row.record.key for users in self._in_flight.values())
+
     def _check_in_flight(self, row: Row, shadow: ShadowKV, block: int, first: int, nodes: list[int], size: int) -> None:
         for step, users in self._in_flight.items():
             user = users.get(block)
             if user is None or user == row.record.key:
                 continue
             if any(shadow.holds(block, position % size) != node for position, node in enumerate(nodes, first)):
-                if self.ledger.holders.get(block, 0) > 1:
+                if self.ledger.holders.get(block, 0) > 1 and not given_up(self.ledger, self._rows, row, block):
                     continue  # shared, not freed: ACC-3 judges that
                 self.report(
                     "KV-5",

@@ -50,6 +50,8 @@ def given_up(ledger: Ledger, rows: Collection[Row], row: Row, block: BlockId) ->
 
     Whoever tries to get on and finds no room is in no plan, and yet may have lost what its window has left.
     """
+    if sum(block in table for table in row.tables) > 1:
+        return False  # it is the sequence's own, in two groups
     here = {other.record.key for other in rows}
     return all(
         record.key not in here and _lies_behind(ledger, record, group, index)

@@ -7,7 +7,9 @@ from conformance.operations import Add, Step
 from conformance.protocol import EngineConfig, Feature, KVCacheGroup, SequencePlan, StepPlan
 from conformance.session import Session
 
-FEATURES: frozenset[Feature] = frozenset({"chunked_prefill", "kv_cache_groups", "sliding_window", "state_groups"})
+FEATURES: frozenset[Feature] = frozenset(
+    {"chunked_prefill", "kv_cache_groups", "pipeline", "sliding_window", "state_groups"}
+)
 ADD = Add(prompt_len=7, max_tokens=3)
 
 
@@ -18,10 +20,15 @@ def row(name: str, count: int, table: list[int]) -> SequencePlan:
 def broken(second: StepPlan, **config: object) -> list[str]:
     """r0 computes six positions through blocks 1, 2 and 3, then ``second`` runs."""
     first = StepPlan(step=0, sequences=[row("r0", 6, [1, 2, 3])])
-    engine = ScriptedEngine(first, second, features=FEATURES)
+    return seen([first], second, **config)
+
+
+def seen(before: list[StepPlan], last: StepPlan, **config: object) -> list[str]:
+    """What is broken when r1 comes before the ``last`` step."""
+    engine = ScriptedEngine(*before, last, features=FEATURES)
     fields = {"num_blocks": 12, "block_size": 2, "max_model_len": 16, "enable_chunked_prefill": True} | config
     session = Session(engine, EngineConfig(**fields))  # type: ignore[arg-type]  # of fields of several types
-    for operation in (ADD, Step(), ADD, Step()):
+    for operation in (ADD, Step(len(before)), ADD, Step()):
         session.apply(operation)
     return [violation.requirement for violation in session.violations]
 
@@ -61,3 +68,27 @@ STATE = (KVCacheGroup(name="state", block_size=2, state=True),)
 def test_of_recurrent_state_only_the_last_block_is_still_read() -> None:
     assert broken(given_to_another(2), kv_cache_groups=STATE) == []
     assert broken(given_to_another(3), kv_cache_groups=STATE) == ["ACC-3"]
+
+
+def test_a_block_that_a_step_in_flight_still_reads_is_not_given_up() -> None:
+    # Both chunks are in flight, and the second one's first query, at position 4, reads from position 1 on.
+    chunks = [
+        StepPlan(step=0, sequences=[row("r0", 4, [1, 2])]),
+        StepPlan(
+            step=1,
+            sequences=[
+                SequencePlan(request_id="r0", first=4, num_tokens=2, block_tables=[[1, 2, 3]], samples=False),
+            ],
+        ),
+    ]
+    last = StepPlan(step=2, sequences=[row("r1", 2, [1])])
+    assert seen(chunks, last, sliding_window=4, pipeline_depth=3) == ["KV-5"]
+    assert seen(chunks, last, sliding_window=4) == []
+    states = {"kv_cache_groups": STATE, "pipeline_depth": 3}
+    assert seen(chunks, StepPlan(step=2, sequences=[row("r1", 2, [2])]), **states) == ["ACC-3"]
+
+
+def test_a_block_of_two_groups_of_one_sequence_is_nobody_elses() -> None:
+    both = KVCacheGroup(name="full", block_size=2), *STATE
+    twice = SequencePlan(request_id="r0", first=0, num_tokens=2, block_tables=[[1], [1]], samples=False)
+    assert "ACC-3" in seen([], StepPlan(step=0, sequences=[twice]), kv_cache_groups=both)

@@ -114,6 +114,8 @@ def test_who_keeps_its_blocks_may_be_back_in_the_step_that_preempts_it() -> None
     keeping = frozenset({"preempted"})
     assert broken(Scripted(*steps, keeps_blocks=keeping), 2, Add(4, 3)) <= {"PRE-1", "PRE-2", "PRE-5"}
     assert "ACC-7" in broken(Scripted(*steps), 2, Add(4, 3))
+    steps[1].sequences = [row(0, 0, 5, [3, 4, 5])]  # or they are taken from it, and it begins anew
+    assert broken(Scripted(*steps, keeps_blocks=keeping), 2, Add(4, 3)) <= {"PRE-1", "PRE-2", "PRE-5"}
 
 
 @pytest.mark.parametrize(("lookahead", "need"), [(0, 0), (1, 1), (2, 1), (3, 2)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,8 @@ from conformance.adapters.reference import make
 from conformance.execute import execute
 from conformance.operations import Add, Operation, ResetPrefixCache, Step
 from conformance.protocol import CommitResult, Engine, EngineConfig, SequencePlan, Snapshot, StepPlan, Usage
+from conformance.version import as_built
+from conformance.watchdog import Watchdog
 from fuzz.driver import Driver
 
 OPERATIONS: list[Operation] = [Add(prompt_len=4, max_tokens=4), Step(2), ResetPrefixCache()]
@@ -80,6 +84,29 @@ def test_whatever_a_call_answers_is_a_finding(call: str, answer: object) -> None
     execution = execute(replaced(call, answering(answer)), config, OPERATIONS)
     assert [violation.requirement for violation in execution.violations] == ["PRG-8"]
     assert execution.violations[0].message == f"{call} answers what its interface does not allow"
+
+
+def test_a_tuple_for_a_list_is_read_and_compiled_it_is_a_finding() -> None:
+    rows = plan(sequences=[run_of(block_tables=[(0,)])])
+    found = execute(replaced("schedule", answering(rows)), EngineConfig(), OPERATIONS).violations
+    wrong = [violation.got for violation in found if violation.requirement == "PRG-8"]
+    compiled = as_built().endswith("compiled")
+    assert wrong == (["tuple at .sequences[0].block_tables[0] in step 0"] if compiled else [])
+
+
+def test_a_call_that_cannot_be_made_is_told_without_a_place_in_the_harness() -> None:
+    found = execute(replaced("schedule", "abc".index), EngineConfig(), OPERATIONS).violations
+    assert [violation.requirement for violation in found] == ["PRG-8"]
+    assert "conformance/" not in found[0].message
+
+
+def test_a_hang_in_a_native_method_is_a_finding() -> None:
+    watchdog = Watchdog(call_seconds_max=0.2)
+    sleeping = replaced("schedule", functools.partial(time.sleep, 0.8))
+    found = execute(sleeping, EngineConfig(), OPERATIONS, watchdog=watchdog).violations
+    watchdog.stop()
+    assert [violation.requirement for violation in found] == ["PRG-8"]
+    assert "EngineHung" in found[0].message
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no"), SystemExit(0), KeyError("x")], ids=repr)

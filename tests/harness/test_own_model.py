@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from by_hand import ScriptedEngine
 from conformance.operations import Add, Drain, Operation, Step
 from conformance.protocol import (
     AdapterError,
@@ -161,6 +162,11 @@ def test_a_reference_that_gives_no_token_is_the_adapters_fault(answer: Any) -> N
     engine = OwnModel(PAGED, reference=lambda _: answer)
     with pytest.raises(AdapterError, match="reference_token answers"):
         Session(engine, PAGED).run([Add(3, 2), Drain()])
+
+
+def test_an_engine_that_declares_a_model_and_has_none_is_the_adapters_fault() -> None:
+    with pytest.raises(AdapterError, match="there is no reference_token"):
+        Session(ScriptedEngine(own_model=True, features=frozenset()), PAGED)
 
 
 def test_a_reference_that_raises_is_the_adapters_fault() -> None:
