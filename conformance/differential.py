@@ -16,7 +16,7 @@ from conformance.execute import Execution, execute
 from conformance.need import PreemptionVerdict
 from conformance.operations import Abort, AbortEnded, Add, Drain, Operation, ResetPrefixCache, Step, describe
 from conformance.protocol import BlockId, Capabilities, ConfigRefused, EngineConfig, EngineFactory, Feature
-from conformance.trace import Finding, Line, SequenceOutcome, StepOutcome, Trace
+from conformance.trace import Line, SequenceOutcome, StepOutcome, Trace
 from conformance.violations import Violation
 from conformance.watchdog import Watchdog
 from conformance.wording import some
@@ -32,7 +32,7 @@ class Side(msgspec.Struct, kw_only=True):
     config: EngineConfig
     lines: list[Line]
     steps: int
-    findings: list[Finding] | list[Violation] = []
+    findings: list[Violation] = []
     preemptions: int | None = None
     prefills: int | None = None
 

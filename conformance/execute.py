@@ -13,7 +13,7 @@ from conformance.operations import Operation
 from conformance.protocol import AdapterError, Capabilities, ConfigRefused, Engine, EngineConfig, EngineFactory
 from conformance.requirements import load as load_requirements
 from conformance.session import Session
-from conformance.trace import Finding, Footer, Header, Line, Recorder, Trace
+from conformance.trace import Footer, Header, Line, Recorder, Trace
 from conformance.version import __version__
 from conformance.violations import Violation
 from conformance.watchdog import Watchdog
@@ -173,9 +173,7 @@ def trace_of(
         footer=Footer(
             verdict="violated" if execution.violations else "holds",
             steps=execution.steps,
-            violations=[
-                msgspec.convert(violation, Finding, from_attributes=True) for violation in execution.violations
-            ],
+            violations=execution.violations,
             digest=execution.digest,
         ),
     )

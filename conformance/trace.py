@@ -22,6 +22,7 @@ from conformance.need import PreemptionVerdict, judge_preemptions
 from conformance.operations import Operation
 from conformance.protocol import BlockId, DeviceCall, EngineConfig
 from conformance.records import StepFacts
+from conformance.violations import Violation
 
 FORMAT = 1
 
@@ -85,23 +86,12 @@ class Line(msgspec.Struct, kw_only=True, tag="operation", tag_field="kind", omit
     outcome: dict[str, Any] = {}
 
 
-class Finding(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A violation as a trace records it."""
-
-    requirement: str
-    message: str
-    expected: str = ""
-    got: str = ""
-    step: int = 0
-    operation: int = 0
-
-
 class Footer(msgspec.Struct, kw_only=True, tag="footer", tag_field="kind", omit_defaults=True):
     """How it ended. ``verdict`` is ``holds`` or ``violated``."""
 
     verdict: str
     steps: int
-    violations: list[Finding] = []
+    violations: list[Violation] = []
     digest: str = ""
 
 
