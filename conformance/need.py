@@ -91,6 +91,8 @@ def judge_preemptions(ledger: Ledger, facts: StepFacts) -> list[PreemptionVerdic
     remaining = list(facts.running_before)
     free = facts.free_before
     gone = _slid_off(ledger, facts)
+    # What a step in flight still reads, an engine may keep for whom its window has left: not sure to be free.
+    surely_gone = Counter[BlockId]() if facts.in_flight else gone
     full_need = sum(ledger.full_blocks(request) for request in remaining)
     verdicts = []
     for request, preemption in facts.preempted:
@@ -115,7 +117,7 @@ def judge_preemptions(ledger: Ledger, facts: StepFacts) -> list[PreemptionVerdic
                 block_ids=[block for record in request.sequences for table in record.tables for block in table],
             )
         )
-        free += released
+        free += released if surely_gone is gone else blocks_released(ledger, request, surely_gone)
         if request in remaining:
             remaining.remove(request)
     return verdicts

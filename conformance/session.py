@@ -394,8 +394,9 @@ class Session:
     def _forget_tokens_in_flight(self, row: Row) -> None:
         """Tokens that were in flight at a preemption may be dropped and sampled again (they come out the same)."""
         record = row.record
-        if record.len_min < len(record.tokens) and row.plan.samples and row.end < len(record.tokens):
-            record.forget(max(record.len_min, row.end))
+        known = row.end - len(row.plan.draft_tokens)
+        if record.len_min < len(record.tokens) and row.plan.samples and known < len(record.tokens):
+            record.forget(max(record.len_min, known))
 
     def _commit(self) -> None:
         plan, sampled = self._in_flight.popleft()

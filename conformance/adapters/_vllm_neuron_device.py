@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, cast
 
 from conformance.protocol import ConfigRefused, DeviceCall, SequenceKey
@@ -101,11 +102,16 @@ def _vllm_on_neuron() -> Iterator[None]:
 
 def _replace_platform(old: Any, new: Any) -> None:
     """Each module of vLLM imports the platform by name, and so has its own reference."""
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "vllm":
-            for attribute in ("current_platform", "_current_platform"):
-                if vars(module).get(attribute) is old:
-                    setattr(module, attribute, new)
+    for module in _vllm_modules(len(sys.modules)):
+        for attribute in ("current_platform", "_current_platform"):
+            if vars(module).get(attribute) is old:
+                setattr(module, attribute, new)
+
+
+@functools.lru_cache(maxsize=4)
+def _vllm_modules(loaded: int) -> list[ModuleType]:  # noqa: ARG001 - modules are loaded, and never replaced
+    """What is loaded of vLLM, looked for anew when the number of ``loaded`` modules is another: there are thousands."""
+    return [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "vllm"]
 
 
 @contextlib.contextmanager

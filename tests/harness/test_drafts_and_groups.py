@@ -14,6 +14,7 @@ from conformance.protocol import (
     Feature,
     Finished,
     KVCacheGroup,
+    Preemption,
     Request,
     Sampled,
     SequenceKey,
@@ -35,6 +36,7 @@ class Scripted(ScriptedEngine):
         super().__init__(features=FEATURES, **declared)
         self._steps = steps
         self.sampled: list[Sampled] = []
+        self.victims: list[Preemption] = []
         self.wanted = 0
 
     def add_request(self, request: Request) -> None:
@@ -44,6 +46,7 @@ class Scripted(ScriptedEngine):
         plan = super().schedule()
         if plan.step < len(self._steps):
             plan.sequences = self._steps[plan.step](self)
+            plan.preempted, self.victims = self.victims, []
         return plan
 
     def commit(self, step: int, sampled: Mapping[SequenceKey, Sampled]) -> CommitResult:
@@ -105,6 +108,23 @@ def test_padding_is_never_accepted() -> None:
     session.run([Add(prompt_len=3, max_tokens=3)])
     assert broken(session) == {}
     assert [len(sample.tokens) for sample in engine.sampled] == [1, 1, 1]
+
+
+def test_a_token_dropped_with_its_victim_is_sampled_again_beside_drafts() -> None:
+    def victim(engine: Scripted) -> list[SequencePlan]:
+        engine.victims = [Preemption(request_id="r0", mode="recompute")]
+        return []
+
+    def again(_: Scripted) -> list[SequencePlan]:  # as if the token in flight at the preemption had never been
+        return [row(0, 4, TABLE[:2], draft_tokens=[-1])]
+
+    engine = Scripted(lambda _: [row(0, 3, TABLE[:2])], victim, again)
+    session = session_of(engine, pipeline_depth=2)
+    session.apply(Add(prompt_len=3, max_tokens=4))
+    session.apply(Step(3))
+    assert broken(session).keys() <= {"PRE-1", "PRE-2"}
+    record = session.ledger.requests["r0"].sequences[0]
+    assert len(record.tokens) == 4 and [record.tokens[-1]] == engine.sampled[0].tokens
 
 
 def test_a_first_step_of_drafts_alone_is_a_finding() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -10,8 +11,8 @@ import pytest
 from conformance.ledger import Ledger
 from conformance.need import blocks_released, judge_preemptions, real_need
 from conformance.operations import Add
-from conformance.protocol import Capabilities, EngineConfig, Feature, Preemption, StepPlan, Usage
-from conformance.records import RequestRecord, StepFacts
+from conformance.protocol import Capabilities, EngineConfig, Feature, Preemption, SequencePlan, StepPlan, Usage
+from conformance.records import RequestRecord, Row, StepFacts
 from conformance.token_model import request_from
 
 CONFIG = EngineConfig(num_blocks=16, block_size=4, max_num_batched_tokens=8, max_model_len=32)
@@ -119,9 +120,12 @@ def test_only_what_nobody_else_holds_is_released() -> None:
     assert blocks_released(books.ledger, second, gone) == 3, "with the first gone the shared ones are its own"
 
 
-def judge(books: Books, *victims: str, free: int) -> list[tuple[str, int, int, bool, int]]:
+def judge(
+    books: Books, *victims: str, free: int, rows: Sequence[Row] = (), in_flight: int = 0
+) -> list[tuple[str, int, int, bool, int]]:
     running = list(books.ledger.running.values())
     facts = StepFacts(StepPlan(step=3), running, free, Usage())
+    facts.rows, facts.in_flight = list(rows), in_flight
     facts.preempted = [(books.ledger.requests[rid], Preemption(request_id=rid, mode="recompute")) for rid in victims]
     verdicts = judge_preemptions(books.ledger, facts)
     return [(one.request_id, one.needed, one.free, one.needless, one.released) for one in verdicts]
@@ -141,6 +145,19 @@ def test_the_second_victim_is_judged_after_the_first_has_given_its_blocks() -> N
     books.run(9, [3, 4])
     books.run(9, [5, 6])
     assert judge(books, "r2", "r1", free=0) == [("r2", 3, 0, False, 2), ("r1", 2, 2, True, 2)]
+
+
+@pytest.mark.parametrize(("in_flight", "free"), [(0, 2), (1, 1)])
+def test_what_a_step_in_flight_reads_is_not_sure_to_be_free_with_its_last_holder(in_flight: int, free: int) -> None:
+    books = Books(sliding_window=4)
+    runs_on = books.run(9, [1, 2]).sequences[0]
+    books.run(9, [1, 3], priority=1)  # shares a block that the window of r0 leaves in this step
+    books.run(9, [4, 5], priority=1)
+    plan = SequencePlan(request_id="r0", first=8, num_tokens=1, block_tables=[[0, 2, 6]], samples=True)
+    row = Row(runs_on, plan, admitted=False, resumed=False)
+    verdicts = judge(books, "r1", "r2", free=0, rows=[row], in_flight=in_flight)
+    assert [one[2] for one in verdicts] == [0, free]
+    assert verdicts[0][4] == 2, "it frees two blocks, or is not to be blamed"
 
 
 @pytest.mark.parametrize(("declares", "needless"), [(True, False), (False, True)])
