@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from conformance.calls import ENGINE_RAISES
 from conformance.engines import EngineSource
+from conformance.execute import probe
 from conformance.expectations import for_engine
 from conformance.protocol import Capabilities, EngineConfig
 from conformance.reports.events import ColumnClosed, ColumnOpened, EventWriter, FindingKept
@@ -26,7 +28,7 @@ def record_hunt(
 ) -> None:
     """Write a column with everything the hunt kept. Raises `ExpectationsError` and OSError."""
     column = label or f"{source.name} {capabilities.version}"
-    known = for_engine(source.name).applying(capabilities)
+    expectations = for_engine(source.name)
     contract = load_requirements()
     events.add(
         ColumnOpened(
@@ -44,6 +46,7 @@ def record_hunt(
     for kept in hunter.kept:
         violation = kept.shrunk.violation
         said = f"{violation.message}; got {violation.got}"
+        known = expectations.applying(_declared(source, kept.shrunk.config, capabilities))
         entry = next((one for one in known if one.is_about(kept.requirement, said)), None)
         statuses.append("fail" if entry is None else "known")
         events.add(
@@ -70,3 +73,11 @@ def record_hunt(
             behaviours={} if state is None else dict(sorted(state.behaviours.items())),
         )
     )
+
+
+def _declared(source: EngineSource, config: EngineConfig, otherwise: Capabilities) -> Capabilities:
+    """What the engine declares where a finding was made: an expectation may be of a variant of it."""
+    try:
+        return probe(source.factory, config)
+    except ENGINE_RAISES:
+        return otherwise  # it is the constructor that fails

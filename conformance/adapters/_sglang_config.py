@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from conformance.adapters._sglang_engine import modules
+from conformance.adapters._sglang_engine import importing_late, modules
 from conformance.protocol import Capabilities, ConfigRefused, EngineConfig, Feature, OptionValue
 
 PAGES_RESERVED = 1
@@ -17,6 +17,8 @@ _SEQUENCE_MARGIN = 2
 """Sequences end so many tokens before the context, or the pool, would."""
 _PROMPT_MARGIN = 6
 """Prompts are shorter than context and pool by more than this."""
+_LEAST = _PROMPT_MARGIN + 1
+"""Tokens of the smallest context that takes a prompt."""
 _FEATURES: frozenset[Feature] = frozenset(
     {
         "abort",
@@ -90,12 +92,14 @@ def arguments_of(config: EngineConfig) -> Any:
         "schedule_conservativeness": float(_number(options, "conservativeness", 1.0)),
         "schedule_low_priority_values_first": True,
         "schedule_policy": options.get("policy", "fcfs"),
+        "served_model_name": "none",
         "skip_tokenizer_init": True,
     }
     for name, value in settings.items():
         setattr(args, name, value)
     try:
-        args.check_server_args()
+        with importing_late():
+            args.check_server_args()
     except AssertionError as refusal:
         whole_pages = -(-config.max_num_batched_tokens // config.block_size) * config.block_size
         nearest = msgspec.structs.replace(config, max_num_batched_tokens=whole_pages)
@@ -105,8 +109,10 @@ def arguments_of(config: EngineConfig) -> Any:
 
 def _defaults() -> Any:
     """`ServerArgs` as its fields say, without looking at the machine and for a model, as its constructor does."""
-    kind = modules().server_args.ServerArgs
-    args = kind.__new__(kind)
+    kind: Any = modules().server_args.ServerArgs
+    if not dataclasses.is_dataclass(kind):
+        return kind(model_path="none")  # it looks at them later, and at nothing for no model
+    args: Any = object.__new__(modules().server_args.ServerArgs)
     for field in dataclasses.fields(kind):
         if field.default is not dataclasses.MISSING:
             setattr(args, field.name, field.default)
@@ -118,13 +124,14 @@ def _defaults() -> Any:
 def _check_sizes(config: EngineConfig) -> None:
     if config.pipeline_depth > _DEPTH_MAX:
         raise ConfigRefused(f"pipeline_depth = {config.pipeline_depth}: the overlap scheduler is one step ahead")
-    least = _PROMPT_MARGIN + 1
-    pages = PAGES_RESERVED + -(-least // config.block_size)
-    larger = msgspec.structs.replace(
-        config, max_model_len=max(config.max_model_len, least), num_blocks=max(config.num_blocks, pages)
-    )
-    if larger != config:
-        raise ConfigRefused(f"Memory pool size is too small: context and pool are to hold {least} tokens", larger)
+    fitting = _fitting(config)
+    if fitting.num_blocks > config.num_blocks or fitting.max_model_len > config.max_model_len:
+        raise ConfigRefused(f"Memory pool size is too small: context and pool are to hold {_LEAST} tokens", fitting)
+    if fitting != config:
+        raise ConfigRefused(
+            f"max_model_len = {config.max_model_len}: max_tokens are cut down so that the pool has a page to spare",
+            fitting,
+        )
     decoded, prompt = config.max_num_seqs, 0 if config.enable_chunked_prefill else config.max_model_len
     if config.max_num_batched_tokens < max(decoded, prompt):
         raise ConfigRefused(
@@ -132,6 +139,23 @@ def _check_sizes(config: EngineConfig) -> None:
             f"to {decoded} tokens, and a prompt that is not chunked is run whole",
             msgspec.structs.replace(config, max_num_batched_tokens=max(decoded, prompt)),
         )
+
+
+def _fitting(config: EngineConfig) -> EngineConfig:
+    """The nearest configuration whose context holds a prompt, and whose pool holds sequences that long.
+
+    Some releases cut max_tokens down to what the pool leaves beside the prompt's pages, one more page and a token.
+    With pages of one token that is where a sequence ends anyway; else it depends on the prompt, and so the context is
+    to end before.
+    """
+    size = config.block_size
+    clipped = modules().clips_to_pool and size > 1
+    spared = 2 * size - _SEQUENCE_MARGIN if clipped else 0
+    pages = max(config.num_blocks, PAGES_RESERVED + -(-(_LEAST + spared) // size))
+    context = max(config.max_model_len, _LEAST)
+    if clipped:
+        context = min(context, (pages - PAGES_RESERVED) * size - spared)
+    return msgspec.structs.replace(config, max_model_len=context, num_blocks=pages)
 
 
 def _number(options: Mapping[str, OptionValue], name: str, default: float) -> float:
@@ -167,7 +191,8 @@ def capabilities_of(config: EngineConfig) -> Capabilities:
         reimplements=(
             "Takes the turns of the event loops, normal and overlapped.",
             "Works out the limits of lengths and sizes the pools as the model worker does.",
-            "Allocates the slots of pages in Python in place of two GPU kernels.",
+            *(["Allocates the slots of pages in Python in place of two GPU kernels."] if modules().has_kernels else []),
+            "Stands in for models, kernels, process groups, sockets and watchdogs: it is one rank, on the CPU.",
             "Leaves out what the tokenizer manager would refuse before the scheduler sees it.",
         ),
     )

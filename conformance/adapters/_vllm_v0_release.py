@@ -113,13 +113,18 @@ class Release:
 
 def accepted(callee: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Those of ``arguments`` that ``callee`` takes in this release."""
-    taken = _parameters(callee)
+    taken = _parameters(_unbound(callee))
     return {name: value for name, value in arguments.items() if name in taken}
 
 
 def takes(callee: Any, name: str) -> bool:
     """Whether ``callee`` has a parameter of that name in this release."""
-    return name in _parameters(callee)
+    return name in _parameters(_unbound(callee))
+
+
+def _unbound(callee: Any) -> Any:
+    """A bound method would keep its engine for as long as the process lasts."""
+    return getattr(callee, "__func__", callee)
 
 
 @functools.cache

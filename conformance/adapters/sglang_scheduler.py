@@ -9,10 +9,13 @@ What an oracle has to know about this engine:
 - A block is a page, a token where ``block_size`` is 1. Page 0 takes the outputs of padding and is never handed out.
 - With ``pipeline_depth = 2`` its overlap scheduler runs: a step is handed over before the tokens of the last one are
   known, and the device runs them in order (``steps_in_order``).
+- Two generations are driven, told apart by what they have: 0.5.5, and 0.5.23, which has a runtime context
+  (`conformance.adapters._sglang_context`) and a compiled tree, whose locks are not told.
 - A sequence ends two tokens before the context, or the pool, does (``sequence_tokens_max``). A prompt that leaves
   fewer than six tokens of either is refused, which is done by prefilling one token in its place: it is shown as
   rejected in that step, the token, which no request has, is not shown, and its page is reserved meanwhile.
-- A running request that is aborted runs once more (``aborted_steps``) and then gives back what it held.
+- A running request that is aborted runs once more (``aborted_steps``) and then gives back what it held; between two
+  chunks it runs on to the last in 0.5.5, and is gone at once in 0.5.23.
 - With ``enable_chunked_prefill`` the budget of prompt tokens is ``chunked_prefill_size``, in whole pages; without,
   ``max_prefill_tokens``, which holds as long as no prompt alone is longer. A chunk may come out with no token, when
   decodes that are mixed in have used up the budget; it is not shown.
@@ -25,12 +28,14 @@ What an oracle has to know about this engine:
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from conformance.adapters._pages import pages_of
 from conformance.adapters._sglang_config import PAGES_RESERVED, arguments_of, capabilities_of
+from conformance.adapters._sglang_context import Forwarded
 from conformance.adapters._sglang_engine import build, modules
 from conformance.protocol import (
     AdapterError,
@@ -60,10 +65,11 @@ class _Flight(NamedTuple):
     ``shown``: there was something of it in the plan.
     """
 
-    step: int
     batch: Any
     result: Any
+    step: int
     request_ids: list[RequestId]
+    rows: list[int]
     shown: bool
 
 
@@ -73,7 +79,6 @@ class SglangEngine:
     def __init__(self, config: EngineConfig, scheduler: Any, capabilities: Capabilities) -> None:
         self._capabilities = capabilities
         self._scheduler = scheduler
-        self._seat = scheduler.tp_worker
         self._tree = scheduler.tree_cache
         self._pool = scheduler.token_to_kv_pool_allocator
         self._rows = scheduler.req_to_token_pool.req_to_token
@@ -94,6 +99,7 @@ class SglangEngine:
         self._flying: deque[_Flight] = deque()
         scheduler.result_queue = self._flying
         self._preempted: list[Preemption] = []
+        self._given_up: list[Finished] = []
         self._watch_retractions()
         self._tree.pretty_print = lambda: None  # which it does when it runs out of memory
         self._step = 0
@@ -103,8 +109,8 @@ class SglangEngine:
         return self._capabilities
 
     def _enter(self) -> Any:
-        """The scheduler, with the arguments that it keeps in a global variable set to its own."""
-        modules().server_args.set_global_server_args_for_scheduler(self._scheduler.server_args)
+        """The scheduler, with what it keeps of its configuration in a global variable set to its own."""
+        self._scheduler.enter()
         return self._scheduler
 
     # -- requests ----------------------------------------------------------------------------------------
@@ -122,28 +128,33 @@ class SglangEngine:
         rid = self._rid(request.request_id)
         self._ids[rid] = request.request_id
         self._outputs[request.request_id] = []
-        scheduler.process_input_requests(
-            [
-                lib.io_struct.TokenizedGenerateReqInput(
-                    rid=rid,
-                    input_text="",
-                    input_ids=list(request.prompt),
-                    mm_inputs=None,
-                    sampling_params=sampling,
-                    return_logprob=False,
-                    logprob_start_len=-1,
-                    top_logprobs_num=0,
-                    token_ids_logprob=None,
-                    stream=False,
-                    lora_id=request.adapter or None,
-                    extra_key=request.cache_salt or None,
-                    priority=request.priority if self._with_priorities else None,
-                )
-            ]
-        )
+        scheduler.process_input_requests([self._tokenized(request, rid, sampling)])
         req = self._requests[request.request_id] = scheduler.waiting_queue[-1]
         if req.to_finish is not None:
             self._doomed[request.request_id] = req.to_finish.message
+
+    def _tokenized(self, request: Request, rid: str, sampling: Any) -> Any:
+        """The message of the tokenizer manager: a salt has a field of its own in some releases."""
+        kind = modules().io_struct.TokenizedGenerateReqInput
+        wired = getattr(kind, "__struct_fields__", ())
+        apart = "cache_salt" in wired
+        given = {"input_embeds": None, "token_type_ids": None, "cache_salt": request.cache_salt or None}
+        return kind(
+            rid=rid,
+            input_text="",
+            input_ids=array("q", request.prompt) if wired else list(request.prompt),
+            mm_inputs=None,
+            sampling_params=sampling,
+            return_logprob=False,
+            logprob_start_len=-1,
+            top_logprobs_num=0,
+            token_ids_logprob=None,
+            stream=False,
+            lora_id=request.adapter or None,
+            extra_key=None if apart else request.cache_salt or None,
+            priority=request.priority if self._with_priorities else None,
+            **{name: value for name, value in given.items() if name in wired},
+        )
 
     def _rid(self, request_id: RequestId) -> str:
         """Servers give ids of one length; a shorter one would stand for all that begin with it."""
@@ -171,9 +182,7 @@ class SglangEngine:
         figures: list[int | None] = [None, None]
 
         def watched_update(batch: Any) -> Any:
-            running = [index for index, req in enumerate(batch.reqs) if not req.finished()]
-            pages = batch.new_page_count_next_decode(running)
-            figures[:] = pages, self._free_pages()
+            figures[:] = scheduler.decode_pages(batch), self._free_pages()
             updated = update(batch)
             figures[:] = None, None
             return updated
@@ -200,30 +209,28 @@ class SglangEngine:
         scheduler = self._enter()
         plan = StepPlan(step=self._step)
         self._step += 1
-        scheduler.last_batch = scheduler.cur_batch
-        batch = scheduler.cur_batch = scheduler.get_next_batch_to_run()
+        batch = scheduler.turn()
+        self._note_given_up()
         plan.preempted, self._preempted = self._preempted, []
         if batch is not None:
-            tokens = batch.input_ids.tolist()
-            result = scheduler.run_batch(batch)
+            result, handed = scheduler.launch(batch)
             ids = [self._ids[req.rid] for req in batch.reqs]
-            self._show(plan, batch, tokens)
+            self._show(plan, batch, handed)
             taken = batch.copy() if self._overlaps else batch
-            self._flying.append(_Flight(plan.step, taken, result, ids, shown=bool(plan.sequences)))
+            self._flying.append(_Flight(taken, result, plan.step, ids, handed.rows, shown=bool(plan.sequences)))
         elif not self._flying:
-            scheduler.self_check_during_idle()
+            scheduler.idle()
         if self._overlaps and self._flying and not self._flying[0].shown and (batch is None or len(self._flying) > 1):
             self._process({})  # nobody else knows of it
         return plan
 
-    def _show(self, plan: StepPlan, batch: Any, tokens: list[int]) -> None:
+    def _show(self, plan: StepPlan, batch: Any, handed: Forwarded) -> None:
         """Put what the model worker was handed into the plan, row by row."""
-        handed = self._seat.forwarded
-        ends = handed.seq_lens.tolist()
-        lengths = [1] * len(ends) if handed.extend_seq_lens is None else handed.extend_seq_lens
-        written = handed.out_cache_loc.tolist()
+        written = handed.slots
+        # A batch of decodes that grew from a prefill remembers whose chunk that was.
+        chunked = batch.chunked_req if batch.forward_mode.is_extend() else None
         start = 0
-        for req, row, end, length in zip(batch.reqs, handed.req_pool_indices.tolist(), ends, lengths, strict=True):
+        for req, row, end, length in zip(batch.reqs, handed.rows, handed.ends, handed.lengths, strict=True):
             request_id = self._ids[req.rid]
             slots = self._rows[row, :end].tolist()
             if slots[end - length :] != written[start : start + length]:
@@ -238,14 +245,14 @@ class SglangEngine:
                 plan.rejected.append(Rejection(request_id, reason))
                 self._doomed[request_id] = ""
             elif reason is None and length:
-                inputs = tokens[start : start + length]
+                inputs = handed.tokens[start : start + length]
                 plan.sequences.append(
                     SequencePlan(
                         request_id=request_id,
                         first=end - length,
                         num_tokens=length,
                         block_tables=[pages_of(request_id, slots, self._page_size)],
-                        samples=req is not batch.chunked_req,
+                        samples=req is not chunked,
                         token_ids=None if min(inputs) < 0 else inputs,
                     )
                 )
@@ -253,18 +260,29 @@ class SglangEngine:
 
     def commit(self, step: int, sampled: Mapping[SequenceKey, Sampled]) -> CommitResult:
         """Give the oldest step in flight its tokens and let the scheduler process them."""
+        given_up, self._given_up = self._given_up, []
         if not self._flying or self._flying[0].step != step:
-            return CommitResult()  # nothing was run, or a reset has waited for it
+            return CommitResult(given_up)  # nothing was run, or a reset has waited for it
         self._enter()
-        return CommitResult(self._process(sampled))
+        return CommitResult([*given_up, *self._process(sampled)])
 
     def _process(self, sampled: Mapping[SequenceKey, Sampled]) -> list[Finished]:
         flight = self._flying.popleft()
         samples = [sampled.get((request_id, 0)) for request_id in flight.request_ids]
         tokens = [0 if sample is None else sample.tokens[0] for sample in samples]
-        flight.result.next_token_ids.copy_(modules().torch.tensor(tokens))
+        self._scheduler.fill(flight.result, tokens, flight.rows)
         self._scheduler.process_batch_result(flight.batch, flight.result)
         return self._finished()
+
+    def _note_given_up(self) -> None:
+        """Read the messages of requests that ended without a step: aborted between chunks, or given up."""
+        for message in self._scheduler.sent:
+            request_id = self._ids[message.rid]
+            if request_id not in self._aborted:
+                outputs = list(self._requests[request_id].output_ids)
+                self._given_up.append(Finished(request_id=request_id, outputs=[outputs], reason="abort"))
+            self._forget(request_id)
+        self._scheduler.sent.clear()
 
     def _finished(self) -> list[Finished]:
         """Read the scheduler's messages to its clients."""
@@ -287,10 +305,13 @@ class SglangEngine:
         ended = self._aborted.union(rid for rid, reason in self._doomed.items() if not reason)
         if not self._requests.keys() - ended:
             step = self._step
-            while self._flying or scheduler.cur_batch is not None:
+            while self._flying or scheduler.current is not None:
                 self.schedule()
-                if self._flying and (scheduler.cur_batch is None or len(self._flying) > int(self._overlaps)):
+                if self._flying and (scheduler.current is None or len(self._flying) > int(self._overlaps)):
                     self._process({})
+            if scheduler.running_batch.reqs:
+                self.schedule()  # finished ones leave it in the turn after
+            scheduler.last_batch = scheduler.current  # as the loop leaves it
             self._step = step
         return bool(scheduler.flush_cache())
 
@@ -302,12 +323,9 @@ class SglangEngine:
     def usage(self) -> Usage:
         """Free and evictable pages, and queue lengths; who is aborted or refused and runs out is not counted."""
         scheduler = self._scheduler
-        batches = [scheduler.running_batch]
-        if scheduler.cur_batch is not None and scheduler.cur_batch is not scheduler.running_batch:
-            batches.append(scheduler.cur_batch)
         running = {
             req.rid
-            for batch in batches
+            for batch in scheduler.batches()
             for req in batch.reqs
             if not (req.finished() or req.is_retracted or req.to_finish)
         }
@@ -320,7 +338,7 @@ class SglangEngine:
         A page of the tree is cached when no request has locked its node, and else has as many holders as the node
         has locks. Pages in which a refused prompt's one token is computed are shown as reserved.
         """
-        size, pool = self._page_size, self._pool
+        size, scheduler = self._page_size, self._scheduler
         tables = {
             request_id: self._table(request_id, length)
             for request_id, length in self._lengths.items()
@@ -329,27 +347,24 @@ class SglangEngine:
         apart = {page for request_id in self._doomed.keys() & tables.keys() for page in tables.pop(request_id)}
         counts = dict.fromkeys((page for table in tables.values() for page in table), 1)
         cached = []
-        stack = [] if self._tree.disable else list(self._tree.root_node.children.values())
-        while stack:
-            node = stack.pop()
-            stack.extend(node.children.values())
-            pages = [slot // size for slot in node.value[::size].tolist()]
-            if node.lock_ref:
-                counts.update((page, node.lock_ref) for page in pages if page not in apart)
+        for slots, locks in scheduler.tree_nodes():
+            pages = [slot // size for slot in slots[::size]]
+            if locks:
+                counts.update((page, locks) for page in pages if page not in apart)
             else:
                 cached += pages
         return Snapshot(
-            free=[*pool.free_pages.tolist(), *pool.release_pages.tolist()],
+            free=scheduler.free_pages(),
             cached=cached,
             reserved=[*range(PAGES_RESERVED), *sorted(apart)],
             held={request_id: [table] for request_id, table in tables.items()},
-            ref_counts=counts,
-            waiting=[self._ids[req.rid] for req in self._scheduler.waiting_queue],
+            ref_counts=counts if scheduler.reads_tree_locks else None,
+            waiting=[self._ids[req.rid] for req in scheduler.waiting_queue],
             running=list(tables),
         )
 
     def _table(self, request_id: RequestId, length: int) -> list[BlockId]:
-        row = self._requests[request_id].req_pool_idx
+        row = self._scheduler.row_of(self._requests[request_id])
         return [slot // self._page_size for slot in self._rows[row, : length : self._page_size].tolist()]
 
     def close(self) -> None:

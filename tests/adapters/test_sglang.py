@@ -25,10 +25,16 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed", allow_module_level=True)
 
 from by_hand import ADAPTER_FAULTS, broken, request, shape, step
+from conformance.adapters._sglang_engine import modules
 from conformance.adapters.sglang_scheduler import make
 from workloads import random_traffic
 
 pytestmark = pytest.mark.filterwarnings("default")  # importing torch warns
+
+
+def early() -> bool:
+    """Whether this is a release whose scheduler keeps its arguments in a global variable, not in a runtime context."""
+    return modules().runtime_context is None
 
 
 def config_of(options: dict[str, OptionValue] | None = None, **fields: Any) -> EngineConfig:
@@ -60,7 +66,7 @@ def test_one_request_from_prompt_to_end() -> None:
 
 
 def test_pages_are_shown_as_blocks() -> None:
-    engine = make(config_of(block_size=4, num_blocks=9))
+    engine = make(config_of(block_size=4, num_blocks=9, max_model_len=20))
     engine.add_request(request(0, 6, 4))
     assert [shape(step(engine).sequences[0])[1:] for _ in range(4)] == [
         (0, 6, [1, 2]),
@@ -73,7 +79,7 @@ def test_pages_are_shown_as_blocks() -> None:
 
 def test_the_overlap_scheduler_hands_over_the_next_step_before_the_tokens_of_the_last() -> None:
     engine = make(config_of(pipeline_depth=2))
-    engine.add_request(request(0, 3, 2))
+    engine.add_request(request(0, 3, 9, stop_token=12))
     first, second = engine.schedule(), engine.schedule()
     assert [shape(plan.sequences[0])[1:3] for plan in (first, second)] == [(0, 3), (3, 1)]
     assert second.sequences[0].token_ids is None  # still to be sampled
@@ -107,6 +113,16 @@ def test_a_prompt_over_the_budget_goes_in_chunks_of_whole_pages() -> None:
     ]
 
 
+def test_who_prefilled_beside_a_chunk_of_somebody_else_samples_ever_after() -> None:
+    engine = make(config_of(block_size=4, max_num_batched_tokens=8, enable_chunked_prefill=True, num_blocks=25))
+    for number in (0, 1):
+        engine.add_request(request(number, 10, 9))
+    ran = [[(one.request_id, one.num_tokens, one.samples) for one in step(engine).sequences] for _ in range(5)]
+    assert ran[-1] == [("r0", 1, True), ("r1", 1, True)]
+    if not early():  # which gives the rest of a budget to nobody
+        assert ran[1] == [("r0", 2, True), ("r1", 4, False)]
+
+
 def test_decodes_run_along_with_chunks_when_they_are_mixed() -> None:
     config = config_of({"mixed_chunk": True}, max_num_batched_tokens=8, enable_chunked_prefill=True)
     engine = make(config)
@@ -124,11 +140,13 @@ def test_what_is_cached_is_shown_apart_from_what_is_held() -> None:
     engine.add_request(request(0, 10, 1))
     step(engine)
     books = engine.snapshot()
-    assert (books.cached, len(books.free), books.ref_counts) == ([1, 2], 18, {})
+    assert (books.cached, len(books.free), books.ref_counts) == ([1, 2], 18, {} if early() else None)
     engine.add_request(request(0, 10, 2))
     (hit,) = engine.schedule().sequences
     assert (hit.first, hit.num_tokens) == (8, 2)
-    assert engine.snapshot().ref_counts == dict.fromkeys(hit.block_tables[0], 1)
+    books = engine.snapshot()
+    assert (books.cached, books.held) == ([], {"r0": hit.block_tables})
+    assert books.ref_counts == (dict.fromkeys(hit.block_tables[0], 1) if early() else None)
     assert engine.usage().free_blocks == 17
     assert engine.reset_prefix_cache() is False
 
@@ -146,6 +164,23 @@ def test_adapters_are_kept_apart() -> None:
     for number, name in enumerate(("", "a", "b")):
         engine.add_request(Request(request_id=f"r{number}", prompt=[3] * 10, max_tokens=1, adapter=name))
         assert step(engine).sequences[0].first == 0
+
+
+def test_salts_are_kept_apart_where_the_scheduler_gets_to_know_them() -> None:
+    engine = make(config_of(enable_prefix_caching=True))
+    firsts = []
+    for number, salt in enumerate(("one", "another", "one")):
+        engine.add_request(Request(request_id=f"r{number}", prompt=[3] * 10, max_tokens=1, cache_salt=salt))
+        firsts.append(step(engine).sequences[0].first)
+    assert firsts == ([0, 9, 9] if early() else [0, 0, 9])
+
+
+def test_a_flush_waits_for_a_refused_prompt_to_run_out() -> None:
+    engine = make(config_of(pipeline_depth=2, enable_prefix_caching=True))
+    engine.add_request(request(0, 38, 1))
+    assert [one.request_id for one in engine.schedule().rejected] == ["r0"]
+    assert engine.reset_prefix_cache() is True
+    assert len(engine.snapshot().free) == 80
 
 
 # ---------------------------------------------------------------------------------------------- preemption, abort
@@ -188,6 +223,32 @@ def test_an_aborted_request_runs_once_more_and_gives_everything_back(depth: int)
     assert engine.usage().free_blocks == 80 - len(plans[-1].sequences[0].block_tables[0])
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_abort_between_two_chunks(depth: int) -> None:
+    engine = make(config_of(pipeline_depth=depth, enable_chunked_prefill=True, max_num_batched_tokens=8))
+    engine.add_request(request(0, 30, 2))
+    plans = [engine.schedule()]
+    engine.abort_request("r0")
+    for number in range(1, 7):
+        plans.append(engine.schedule() if depth == 2 else plans[0])
+        engine.commit(number - 1, {})
+        if depth == 1:
+            plans[number] = engine.schedule()
+    ran = [len(plan.sequences) for plan in plans]
+    assert sum(ran) == (3 + depth if early() else 1)
+    assert (engine.usage().free_blocks, engine.usage().running, engine.snapshot().held) == (80, 0, {})
+
+
+def test_a_request_that_the_scheduler_gives_up_is_reported_at_the_next_commit() -> None:
+    engine = make(config_of())
+    engine.add_request(request(0, 5, 9))
+    step(engine, token=11)
+    engine._scheduler.sent.append(modules().io_struct.AbortReq(rid="r000000"))
+    plan = engine.schedule()
+    (finished,) = engine.commit(plan.step, {("r0", 0): Sampled([12])}).finished
+    assert (finished.request_id, finished.outputs, finished.reason) == ("r0", [[11]], "abort")
+
+
 def test_ids_that_clients_choose_are_matched_by_their_beginning() -> None:
     ends_r1: list[Operation] = [*(Add(3, 8) for _ in range(11)), Step(), Abort(index=1)]
     wide: dict[str, Any] = {"num_blocks": 200, "max_num_seqs": 16, "max_num_batched_tokens": 60}
@@ -227,6 +288,21 @@ def test_refusals_of_configurations_name_the_nearest() -> None:
     make(refusal.value.instead).close()
 
 
+def test_a_pool_in_pages_is_to_hold_more_than_a_context_where_max_tokens_are_cut_down() -> None:
+    config = config_of(block_size=4, num_blocks=12, max_model_len=44, max_num_batched_tokens=44)
+    if early():
+        make(config).close()
+        return
+    with pytest.raises(ConfigRefused, match="max_tokens are cut down") as refusal:
+        make(config)
+    assert refusal.value.instead is not None
+    assert refusal.value.instead.max_model_len == 38
+    engine = make(refusal.value.instead)
+    engine.add_request(request(0, 25, 99))  # of 44 slots: 28 of the prompt's pages, 4 of another and one are left out
+    finished = [done for _ in range(12) for done in engine.commit(engine.schedule().step, {}).finished]
+    assert [len(done.outputs[0]) for done in finished] == [11]
+
+
 def test_what_it_does_not_have_is_refused() -> None:
     with pytest.raises(ConfigRefused, match="colour: not known; taken are conservativeness"):
         make(config_of({"colour": "green"}))
@@ -253,7 +329,7 @@ def test_what_it_does_not_have_is_refused() -> None:
 )
 @pytest.mark.parametrize(("size", "num_blocks"), [(1, 44), (4, 12), (4, 60)], ids=["tokens", "pages", "ample"])
 def test_the_books_add_up_on_random_workloads(depth: int, fields: dict[str, Any], size: int, num_blocks: int) -> None:
-    config = config_of(block_size=size, num_blocks=num_blocks, pipeline_depth=depth, **fields)
+    config = config_of(block_size=size, num_blocks=num_blocks, pipeline_depth=depth, max_model_len=36, **fields)
     for seed in range(5):
         session = Session(make(config), config)
         found = session.run(random_traffic(random.Random(seed), range(1, 31), 30))
