@@ -34,10 +34,19 @@ class Forwarded(NamedTuple):
     slots: list[int]
 
 
-def limits_of(args: Any) -> tuple[int, int]:
-    """Tokens of the longest sequence and the longest prompt, as the model worker works them out."""
+def limits_of(args: Any) -> tuple[Any, ...]:
+    """What a worker says first of itself: limits in tokens, as the model worker works them out, seed and device."""
     sequence_max = min(args.context_length, args.max_total_tokens) - 1
-    return sequence_max, sequence_max - 5
+    return (
+        args.max_total_tokens,
+        args.max_prefill_tokens,
+        args.max_running_requests,
+        args.max_queued_requests,
+        sequence_max,
+        sequence_max - 5,  # the longest prompt
+        args.random_seed,
+        args.device,
+    )
 
 
 def pools_of(lib: Any, args: Any) -> tuple[Any, Any]:
@@ -84,21 +93,7 @@ class ContextSeat:
         )
 
     def get_worker_info(self) -> tuple[Any, ...]:
-        """Limits, as the model worker works them out. Tokens."""
-        args = self._args
-        return (
-            args.max_total_tokens,
-            args.max_prefill_tokens,
-            args.max_running_requests,
-            args.max_queued_requests,
-            *limits_of(args),
-            args.random_seed,
-            args.device,
-            self.model_runner.forward_stream,
-            None,
-            None,
-            None,
-        )
+        return (*limits_of(self._args), self.model_runner.forward_stream, None, None, None)
 
     def get_memory_pool(self) -> tuple[Any, Any]:
         runner = self.model_runner
@@ -218,7 +213,7 @@ class ContextDriver:
 
     def tree_nodes(self) -> Iterable[tuple[list[int], int]]:
         """The slots that nobody has locked; its tree does not tell the others' locks."""
-        yield self.tree_cache.tree_core.walk_for_kv_canary(True, False).slot_indices.tolist(), 0  # noqa: FBT003
+        yield self.tree_cache.tree_core.walk_for_kv_canary(True, False).slot_indices.tolist(), 0  # noqa: FBT003 - by position, in its order
 
 
 def seated(lib: Any) -> Any:

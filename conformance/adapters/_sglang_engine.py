@@ -110,20 +110,7 @@ class Seat:
         self.forwarded: Any = None
 
     def get_worker_info(self) -> tuple[Any, ...]:
-        """Limits, as the model worker works them out. Tokens."""
-        args = self._args
-        return (
-            args.max_total_tokens,
-            args.max_prefill_tokens,
-            args.max_running_requests,
-            args.max_queued_requests,
-            *limits_of(args),
-            args.random_seed,
-            args.device,
-            None,
-            None,
-            None,
-        )
+        return (*limits_of(self._args), None, None, None)
 
     def get_memory_pool(self) -> tuple[Any, Any]:
         return pools_of(modules(), self._args)
