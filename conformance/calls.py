@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from conformance.protocol import AdapterError
-from conformance.watchdog import Watchdog
+from conformance.watchdog import EngineHung, MemoryExhausted, Watchdog
 
 T = TypeVar("T")
 
@@ -89,7 +89,10 @@ class EngineCalls:
     def raised(self, name: str, error: BaseException, requirement: str = "PRG-8") -> None:
         """A call raised ``error``."""
         if not isinstance(error, EngineFailed):
-            error = raised(*raised_by(error, _HERE))
+            kind, message, place = raised_by(error, _HERE)
+            if self._watchdog is not None and isinstance(error, (EngineHung, MemoryExhausted)):
+                self._watchdog.stopped_at, place = place, ""
+            error = raised(kind, message, place)
         self._failed(error.requirement or requirement, f"{name} {error.told}", error.expected, error.got)
 
     def find_malformed(self) -> bool:

@@ -73,7 +73,7 @@ def open_session(
         raise
     except ENGINE_RAISES as error:
         session = Session(cast("Engine", NeverBuilt()), config, judge=judge, stop_at_first=stop_at_first)
-        EngineCalls(session.engine_failed, None).raised("the constructor", error)
+        EngineCalls(session.engine_failed, watchdog).raised("the constructor", error)
         return session
     finally:
         if watchdog is not None:

@@ -241,7 +241,8 @@ def read_trace(path: Path) -> Trace:
     for number, line in enumerate(lines, 2):
         if not isinstance(line, Line):
             raise TraceError(f"{path}:{number}: expected an operation, got {type(line).__name__.lower()}")
-    if not lines:
+    fails_at_rest = footer.violations and footer.digest == Recorder().digest()  # as an engine that hangs when idle
+    if not lines and not fails_at_rest:
         raise TraceError(
             f"{path}: the trace has no operation: there is nothing to run; expected at least one, got none"
         )

@@ -27,9 +27,15 @@ _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4
 class EngineHung(Exception):  # noqa: N818 - named for what the engine did
     """A call into the engine did not return within the bound."""
 
+    def __str__(self) -> str:
+        return super().__str__() or "no answer within the bound on a call"
+
 
 class MemoryExhausted(Exception):  # noqa: N818 - named for what the engine did
     """The process grew past the bound during a call into the engine."""
+
+    def __str__(self) -> str:
+        return super().__str__() or "the process grew past the bound on its memory"
 
 
 def resident_bytes() -> int:
@@ -59,6 +65,8 @@ class Watchdog:
         self.growth_bytes_max = growth_bytes_max
         self.grace_seconds = grace_seconds
         self.last_words = last_words
+        self.stopped_at = ""
+        """Where the last call that was stopped had got to: for people, since it says when the watchdog came."""
         self._call: str | None = None
         self._serial = 0
         self._seconds_max = call_seconds_max

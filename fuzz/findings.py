@@ -35,7 +35,7 @@ $operations]
 
 
 def test_$slug():
-    execution = execute(load($name).factory, CONFIG, OPERATIONS, judge={"$requirement"})
+    execution = execute(load($name).factory, CONFIG, OPERATIONS, judge={"$requirement"}, watchdog=Watchdog())
     assert execution.refused is None, execution.refused
     assert not execution.violations, execution.violations[0]
 ''')
@@ -121,7 +121,8 @@ def keep(
 
 def ready_test(engine: str, version: str, shrunk: Shrunk) -> str:
     """A pytest file that fails for as long as the fault is there; it needs nothing but kvconform."""
-    names = ", ".join(sorted({"EngineConfig"} | {type(operation).__name__ for operation in shrunk.operations}))
+    operations = {type(operation).__name__ for operation in shrunk.operations}
+    names = ", ".join(sorted({"EngineConfig", "Watchdog"} | operations))
     slug = file_name(f"{engine} {shrunk.violation.requirement}").replace("-", "_")
     return _TEST.substitute(
         engine=_in_docstring(engine),

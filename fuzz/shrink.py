@@ -28,13 +28,13 @@ PAIRS_MAX = 12
 
 _NUMBERS = re.compile(r"\br?\d+(/\d+)?\b|-\d+")
 _LISTS = re.compile(r"\[[^\]]*\]|(?:#, )+#")
-_WHERE_IT_WAS_STOPPED = re.compile(r"(raised (?:EngineHung|MemoryExhausted): ).*")
-"""The place says when the watchdog came, and nothing of the fault."""
+_HOW_IT_WAS_STOPPED = re.compile(r"(raised (?:EngineHung|MemoryExhausted): ).*")
+"""The words are those of whoever came first, the watchdog or the wire, and say nothing of the fault."""
 
 
 def normalised(violation: Violation) -> str:
     """The requirement and the message with every number, name and list replaced: what two findings share."""
-    message = _WHERE_IT_WAS_STOPPED.sub(r"\1", violation.message)
+    message = _HOW_IT_WAS_STOPPED.sub(r"\1", violation.message)
     return f"{violation.requirement} {_LISTS.sub('#', _NUMBERS.sub('#', message))}"
 
 

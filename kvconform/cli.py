@@ -190,13 +190,16 @@ def replay_command(
     console = make_console()
     loaded = read_trace(trace)
     source = load_recorded(loaded.header.engine, engine, validate_wire=validate_wire)
-    result = rejudge(source.factory, loaded, _watchdog(call_seconds))
+    watchdog = _watchdog(call_seconds)
+    result = rejudge(source.factory, loaded, watchdog)
     if verbose:
         again = trace_of(source.name, loaded.header.config, result.execution)
         for line in steps_of_interest(again, everything=True):
             wrapped(console, line)
     if result.execution.violations:
         print_violation(console, result.execution.violations[0])
+        if watchdog is not None and watchdog.stopped_at:
+            wrapped(console, f"stopped  this time at {watchdog.stopped_at}", INDENT)
     else:
         wrapped(console, result.reason)
     version = result.execution.engine_version

@@ -55,6 +55,8 @@ def config_line(config: EngineConfig) -> str:
 
 def operation_lines(operations: list[Operation]) -> list[str]:
     """The operations as numbered phrases."""
+    if not operations:
+        return ["none: it fails before any request is added"]
     return [f"{number}. {describe(operation)}" for number, operation in enumerate(operations, 1)]
 
 

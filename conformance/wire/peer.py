@@ -212,9 +212,8 @@ class Peer:
                 kind = EngineHung.__name__
             case _:
                 kind = MemoryExhausted.__name__
-        detail = str(failure) or "no answer within the bound on a call"
         return EngineFailed(
-            f"raised {kind}: {detail}; its process was killed",
+            f"raised {kind}: {failure}; its process was killed",
             expected="the call returns",
             got=f"{kind}{self._said()}",
         )

@@ -73,7 +73,10 @@ def _leave_with_parent() -> None:
 
 
 def measure(fault_id: str, fuzzer: str, seed: int, budget: int, *, shrink: bool = False) -> Cell:
-    """One cell, in this process. Depends on its arguments alone, CPU time aside."""
+    """One cell, in this process.
+
+    Depends on its arguments alone, but for CPU time and, where a fault hangs, how often it was reached till stopped.
+    """
     fault, counters = load()[fault_id], Counters()
     watchdog = watchdog_for(fault)
     try:

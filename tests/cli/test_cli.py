@@ -240,7 +240,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def test_an_engine_that_hangs_is_a_finding_with_its_trace(tmp_path: Path) -> None:
     (tmp_path / "endless.py").write_text(ENDLESS, encoding="utf-8")
     done = subprocess.run(
-        command("fuzz", "endless:make", "--steps=50", "--call-seconds=0.2", "--requirement=PRG-8"),
+        command("fuzz", "endless:make", "--steps=5", "--call-seconds=0.2", "--requirement=PRG-8"),
         cwd=tmp_path,
         env=environment(tmp_path),
         capture_output=True,
@@ -249,8 +249,26 @@ def test_an_engine_that_hangs_is_a_finding_with_its_trace(tmp_path: Path) -> Non
         check=False,
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "EngineHung" in done.stdout
-    assert list((tmp_path / "kvconform-findings").glob("*prg-8*.jsonl"))
+    assert "raised EngineHung: no answer within the bound on a call\n" in done.stdout
+    assert "        none: it fails before any request is added\n" in done.stdout
+    (trace,) = (tmp_path / "kvconform-findings").glob("*prg-8*.jsonl")
+    (ready,) = (tmp_path / "kvconform-findings").glob("test_*prg_8*.py")
+    ready.write_text(ready.read_text(encoding="utf-8").replace("Watchdog()", "Watchdog(0.2)"), encoding="utf-8")
+    named = ("--engine=endless:make", "--call-seconds=0.2")
+    for again, said in (
+        (command("replay", str(trace), *named), "    stopped  this time at "),
+        (command("shrink", str(trace), *named), "none: it fails before any request is added"),
+        ([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ready)], "raised EngineHung"),
+    ):
+        after = subprocess.run(
+            again, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=300, check=False
+        )
+        assert after.returncode == 1, after.stdout + after.stderr
+        assert said in after.stdout
+    for reader in (["explain"], ["page", f"--out={tmp_path / 'page.html'}"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*reader, str(trace)])
+        assert ended.value.code == 0
 
 
 def test_interrupting_keeps_what_was_found(tmp_path: Path) -> None:
