@@ -134,7 +134,7 @@ class ContentOracle(Oracle):
             for group in self._kv_groups:  # of a state, what is read is checked
                 table, size = row.tables[group], self._sizes[group]
                 end = min(row.plan.first, len(row.record.nodes))
-                start = self._read_from(row, group, table, end)
+                start = self._read_from(row, group, table, row.end)  # a ring has lost what the row came round over
                 for index, block in enumerate(table[: -(-end // size)]):
                     if block in moved:
                         low, high = max(start, index * size), min(end, (index + 1) * size)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import pytest
+
 from by_hand import ScriptedEngine
 from conformance.operations import Add, Step
-from conformance.protocol import EngineConfig, Feature, KVCacheGroup, SequencePlan, StepPlan
+from conformance.protocol import (
+    BlockMove,
+    EngineConfig,
+    Feature,
+    KVCacheGroup,
+    Preemption,
+    SequencePlan,
+    StepPlan,
+)
 from conformance.session import Session
 
 FEATURES: frozenset[Feature] = frozenset(
-    {"chunked_prefill", "kv_cache_groups", "pipeline", "sliding_window", "state_groups"}
+    {"chunked_prefill", "kv_cache_groups", "pipeline", "sliding_window", "state_groups", "swap"}
 )
 ADD = Add(prompt_len=7, max_tokens=3)
 
@@ -92,3 +102,33 @@ def test_a_block_of_two_groups_of_one_sequence_is_nobody_elses() -> None:
     both = KVCacheGroup(name="full", block_size=2), *STATE
     twice = SequencePlan(request_id="r0", first=0, num_tokens=2, block_tables=[[1], [1]], samples=False)
     assert "ACC-3" in seen([], StepPlan(step=0, sequences=[twice]), kv_cache_groups=both)
+
+
+@pytest.mark.parametrize(("host", "seen_as"), [(0, []), (1, ["KV-4", "KV-1"])])
+def test_a_ring_that_is_swapped_in_and_comes_round_in_the_same_step(host: int, seen_as: list[str]) -> None:
+    # The window of 4 lies on a ring of two blocks: position 4 goes where 0 was, which position 2 has read by then.
+    row_of_three = SequencePlan(request_id="r0", first=2, num_tokens=3, block_tables=[[2, 3, 2]], samples=True)
+    engine = ScriptedEngine(
+        StepPlan(step=0, sequences=[row("r0", 2, [1])]),
+        StepPlan(
+            step=1,
+            preempted=[Preemption(request_id="r0", mode="swap")],
+            moves=[BlockMove("swap_out", 1, 0)],
+        ),
+        StepPlan(step=2, sequences=[row_of_three], moves=[BlockMove("swap_in", host, 2)]),
+        features=FEATURES,
+    )
+    config = EngineConfig(
+        num_blocks=12,
+        block_size=2,
+        max_model_len=16,
+        enable_chunked_prefill=True,
+        sliding_window=4,
+        preemption_mode="swap",
+        num_swap_blocks=2,
+    )
+    judged = {"KV-1", "KV-4", "ACC-3"}
+    session = Session(engine, config, judge=judged)
+    for operation in (Add(prompt_len=5, max_tokens=3), Step(3)):
+        session.apply(operation)
+    assert [violation.requirement for violation in session.violations] == seen_as
