@@ -232,6 +232,8 @@ class SglangEngine:
         start = 0
         for req, row, end, length in zip(batch.reqs, handed.rows, handed.ends, handed.lengths, strict=True):
             request_id = self._ids[req.rid]
+            if length < 0:
+                raise EngineFault(f"the model worker is told to run {length} tokens of {request_id}")
             slots = self._rows[row, :end].tolist()
             if slots[end - length :] != written[start : start + length]:
                 raise EngineFault(
