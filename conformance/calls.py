@@ -91,7 +91,8 @@ class EngineCalls:
         if not isinstance(error, EngineFailed):
             kind, message, place = raised_by(error, _HERE)
             if self._watchdog is not None and isinstance(error, (EngineHung, MemoryExhausted)):
-                self._watchdog.stopped_at, place = place, ""
+                self._watchdog.stopped_at = self._watchdog.stopped_at or place
+                place = ""
             error = raised(kind, message, place)
         self._failed(error.requirement or requirement, f"{name} {error.told}", error.expected, error.got)
 

@@ -64,20 +64,14 @@ def open_session(
 
     A feature the configuration needs and the engine does not declare is refused here, in one place.
     """
-    if watchdog is not None:
-        watchdog.start()
-        watchdog.begin("the constructor", BUILD_SECONDS_MAX)
     try:
-        engine = factory(config)
+        engine = _built(factory, config, watchdog)
     except (AdapterError, ConfigRefused, EngineNotFound):
         raise
     except ENGINE_RAISES as error:
         session = Session(cast("Engine", NeverBuilt()), config, judge=judge, stop_at_first=stop_at_first)
         EngineCalls(session.engine_failed, watchdog).raised("the constructor", error)
         return session
-    finally:
-        if watchdog is not None:
-            watchdog.end()
     undeclared = config.features_needed() - engine.capabilities.features
     if undeclared:
         engine.close()
@@ -87,6 +81,17 @@ def open_session(
             "expected a configuration without, got one with it"
         )
     return Session(engine, config, judge=judge, stop_at_first=stop_at_first, watchdog=watchdog, recorder=recorder)
+
+
+def _built(factory: EngineFactory, config: EngineConfig, watchdog: Watchdog | None) -> Engine:
+    if watchdog is None:
+        return factory(config)
+    watchdog.start()
+    watchdog.begin("the constructor", BUILD_SECONDS_MAX)
+    try:
+        return factory(config)
+    finally:
+        watchdog.end()
 
 
 def open_nearest(
@@ -108,15 +113,23 @@ def open_nearest(
     return open_session(factory, nearest, judge=judge, stop_at_first=stop_at_first, watchdog=watchdog)
 
 
-def probe(factory: EngineFactory, config: EngineConfig, pinned: Collection[str] = ()) -> Capabilities:
-    """What the engine declares under ``config``, or what it names in its place. Raises `ConfigRefused`."""
+def probe(
+    factory: EngineFactory,
+    config: EngineConfig,
+    pinned: Collection[str] = (),
+    watchdog: Watchdog | None = None,
+) -> Capabilities:
+    """What the engine declares under ``config``, or what it names in its place.
+
+    Raises `ConfigRefused`, and whatever the engine's constructor raises.
+    """
     try:
-        engine = factory(config)
+        engine = _built(factory, config, watchdog)
     except ConfigRefused as refusal:
         nearest = refusal.instead_of(config, pinned)
         if nearest is None:
             raise
-        engine = factory(nearest)
+        engine = _built(factory, nearest, watchdog)
     try:
         return engine.capabilities
     finally:

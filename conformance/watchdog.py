@@ -66,7 +66,7 @@ class Watchdog:
         self.grace_seconds = grace_seconds
         self.last_words = last_words
         self.stopped_at = ""
-        """Where the last call that was stopped had got to: for people, since it says when the watchdog came."""
+        """Where the first call that was stopped had got to: for people, since it says when the watchdog came."""
         self._call: str | None = None
         self._serial = 0
         self._seconds_max = call_seconds_max

@@ -23,6 +23,8 @@ from fuzz.plainer import SWITCHES, config_weight, instead_of, plainer, scaled_ad
 
 EXECUTIONS_MAX = 2000
 REPLAYS = 3
+SEQUENCE_TOKENS_MIN = 2
+"""A prompt of one token, and an output."""
 PAIRS_MAX = 12
 """Traces up to this many operations are also tried without any two of them, and with two of them in one."""
 
@@ -287,6 +289,6 @@ class Shrinker:
             return min(config.max_num_batched_tokens, config.max_model_len)
         if name == "max_model_len":
             lengths = [add.prompt_len + add.max_tokens for add in self._operations if isinstance(add, Add)]
-            longest = max(lengths, default=1)
-            return longest if longest <= config.max_model_len else 1
+            longest = max(lengths, default=SEQUENCE_TOKENS_MIN)
+            return longest if longest <= config.max_model_len else SEQUENCE_TOKENS_MIN
         return 1

@@ -30,7 +30,7 @@ from conformance.requirements import load_contract
 from conformance.settings import PRESETS, parse_settings
 from conformance.trace import TraceError, read_trace, write_trace
 from conformance.version import __version__, as_built
-from conformance.watchdog import Watchdog
+from conformance.watchdog import EngineHung, MemoryExhausted, Watchdog
 from conformance.wording import some
 from fuzz.corpus import corpus
 from fuzz.driver import flatten
@@ -197,14 +197,17 @@ def replay_command(
         for line in steps_of_interest(again, everything=True):
             wrapped(console, line)
     if result.execution.violations:
-        print_violation(console, result.execution.violations[0])
-        if watchdog is not None and watchdog.stopped_at:
+        first = result.execution.violations[0]
+        print_violation(console, first)
+        if watchdog is not None and first.got.startswith((EngineHung.__name__, MemoryExhausted.__name__)):
             wrapped(console, f"stopped  this time at {watchdog.stopped_at}", INDENT)
     else:
         wrapped(console, result.reason)
     version = result.execution.engine_version
     recorded = loaded.header.engine_version
-    where = f"{source.name} {version}" + (f" (recorded on {recorded})" if recorded not in {"", version} else "")
+    where = f"{source.name} {version}".rstrip() + (
+        f" (recorded on {recorded})" if recorded not in {"", version} else ""
+    )
     same = "the same plans as recorded" if result.same_digest else "other plans than recorded"
     wrapped(console, f"{result.status}: {trace} on {where}, {result.execution.steps} steps, {same}")
     raise typer.Exit({"FIXED": HOLDS, "FAILED": VIOLATED, "ERROR": BROKEN}[result.status])

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from conformance.engines import EngineSource, option_for
-from conformance.execute import probe
-from conformance.protocol import EngineConfig
+from conformance.calls import ENGINE_RAISES
+from conformance.engines import EngineNotFound, EngineSource, option_for
+from conformance.execute import NeverBuilt, probe
+from conformance.protocol import AdapterError, ConfigRefused, EngineConfig
 from conformance.reports.events import EventWriter
 from conformance.requirements import load as load_requirements
 from conformance.watchdog import Watchdog
@@ -38,9 +39,15 @@ def fuzz_engine(
     Raises `ConfigRefused` when the engine refuses what is pinned, and `AdapterError`.
     """
     console = make_console()
-    capabilities = probe(source.factory, config, pinned)
+    try:
+        capabilities = probe(source.factory, config, pinned, watchdog)
+    except (AdapterError, ConfigRefused, EngineNotFound):
+        raise
+    except ENGINE_RAISES:
+        capabilities = NeverBuilt.capabilities  # the first run will say so
     levels: dict[str, str] = {rid: item.level for rid, item in load_requirements().items()}
-    wrapped(console, f"seed {seed}, {source.name} {capabilities.version}, {steps:,} steps, findings in {out}/")
+    named = f"{source.name} {capabilities.version}".rstrip()
+    wrapped(console, f"seed {seed}, {named}, {steps:,} steps, findings in {out}/")
     view = FuzzView(console, levels, steps)
     hunter = Hunter(
         source.name,

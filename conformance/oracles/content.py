@@ -134,7 +134,7 @@ class ContentOracle(Oracle):
             for group in self._kv_groups:  # of a state, what is read is checked
                 table, size = row.tables[group], self._sizes[group]
                 end = min(row.plan.first, len(row.record.nodes))
-                start = self._read_from(row, group, table, row.end)  # a ring has lost what the row came round over
+                start = self._read_from(row, group, table)
                 for index, block in enumerate(table[: -(-end // size)]):
                     if block in moved:
                         low, high = max(start, index * size), min(end, (index + 1) * size)
@@ -345,24 +345,31 @@ class ContentOracle(Oracle):
         nodes = self._nodes(row)
         size = self._sizes[group]
         end = min(row.end, len(nodes), len(table) * size)
-        start = self._read_from(row, group, table, end)
+        start = self._read_from(row, group, table)
+        window = self._windows[group]
+        if window is not None and end - row.plan.first >= window and self._wraps(table):
+            start = end - window  # what leaves the window within the pass is not kept
         mismatch = self._shadows[group].verify(record.readers[group], table, nodes, start, end)
         if mismatch is not None:
             self._report_mismatch(row, mismatch)
 
-    def _read_from(self, row: Row, group: int, table: list[int], end: int) -> int:
-        """The first position below ``end`` that attention still reads."""
+    def _read_from(self, row: Row, group: int, table: list[int]) -> int:
+        """The first position that the row's attention reads, and that the row does not come round over in a ring."""
         window = self._windows[group]
         if window is None:
             return 0
         start = max(0, row.plan.first - window + 1)
-        return max(start, end - window) if self._wraps(table) else start
+        if not self._wraps(table):
+            return start
+        return max(start, row.end - len(self._own(table)) * self._sizes[group])
+
+    def _own(self, table: list[int]) -> set[int]:
+        return set(table) - {self.ledger.capabilities.null_block}
 
     def _wraps(self, table: list[int]) -> bool:
         """Whether the table names a block twice: it wraps round the window (vLLM V0's block manager v1)."""
         null = self.ledger.capabilities.null_block
-        own = [block for block in table if block != null]
-        return len(set(own)) < len(own)
+        return len(self._own(table)) < len(table) - (0 if null is None else table.count(null))
 
     def _report_mismatch(self, row: Row, mismatch: Mismatch) -> None:
         tree = self.ledger.tree

@@ -271,6 +271,49 @@ def test_an_engine_that_hangs_is_a_finding_with_its_trace(tmp_path: Path) -> Non
         assert ended.value.code == 0
 
 
+NO_DEVICE = """
+from conformance.adapters.reference import make as clean
+
+mended = clean
+
+def make(config):
+    raise RuntimeError("no device")
+"""
+
+
+def test_an_engine_that_cannot_be_built_is_a_finding_that_is_fixed_once_it_can(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "no_device.py").write_text(NO_DEVICE, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, printed, _ = run(capsys, "fuzz", "no_device:make", "--steps=5", f"--out={tmp_path}", "--requirement=PRG-8")
+    assert code == 1
+    assert "PRG-8 MUST: the constructor raised RuntimeError: no device at " in printed
+    assert "seed 1, no_device:make, 5 steps" in printed
+    (trace,) = tmp_path.glob("*prg-8*.jsonl")
+    code, printed, _ = run(capsys, "replay", str(trace), "--engine=no_device:make")
+    assert (code, "FAILED" in printed, "on no_device:make, 0 steps" in printed) == (1, True, True)
+    code, printed, _ = run(capsys, "replay", str(trace), "--engine=no_device:mended")
+    assert (code, "FIXED" in printed) == (0, True)
+
+
+def test_where_a_call_was_stopped_is_said_of_that_call_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = ENDLESS.replace("while True:\n            pass", "raise KeyError(1)")
+    source = source.replace("    return engine", "    engine.close = lambda: endless()\n    return engine")
+    source += "\ndef endless():\n    while True:\n        pass\n"
+    (tmp_path / "slow_to_close.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    out = tmp_path / "trace.jsonl"
+    code, _, _ = run(capsys, "record", "slow_to_close:make", "2+2", f"--out={out}", "--call-seconds=0.2")
+    assert code == 1
+    code, printed, _ = run(capsys, "replay", str(out), "--engine=slow_to_close:make", "--call-seconds=0.2")
+    assert code == 1
+    assert "schedule raised KeyError: 1" in printed
+    assert "stopped  this time" not in printed
+
+
 def test_interrupting_keeps_what_was_found(tmp_path: Path) -> None:
     # A shell starts what it puts in the background with interrupts ignored, which its children inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -104,18 +104,37 @@ def test_a_block_of_two_groups_of_one_sequence_is_nobody_elses() -> None:
     assert "ACC-3" in seen([], StepPlan(step=0, sequences=[twice]), kv_cache_groups=both)
 
 
-@pytest.mark.parametrize(("host", "seen_as"), [(0, []), (1, ["KV-4", "KV-1"])])
-def test_a_ring_that_is_swapped_in_and_comes_round_in_the_same_step(host: int, seen_as: list[str]) -> None:
-    # The window of 4 lies on a ring of two blocks: position 4 goes where 0 was, which position 2 has read by then.
-    row_of_three = SequencePlan(request_id="r0", first=2, num_tokens=3, block_tables=[[2, 3, 2]], samples=True)
+RINGS = [
+    # window, computed, run, tables, host blocks brought, what is seen
+    (4, 2, 3, [1], [2, 3, 2], [0], []),
+    (4, 2, 3, [1], [2, 3, 2], [3], ["KV-4", "KV-1"]),
+    # A ring of two blocks of which the window needs three slots: position 3 outlives the step that runs 5 and 6.
+    (3, 5, 2, [1, 2, 1], [3, 4, 3, 4], [0, 1], []),
+    (3, 5, 2, [1, 2, 1], [3, 4, 3, 4], [0, 3], ["KV-4", "KV-1"]),
+    # Here 6 comes round over 2, and 3 stays.
+    (3, 4, 3, [1, 2], [3, 4, 3, 4], [0, 1], []),
+    (3, 4, 3, [1, 2], [3, 4, 3, 4], [0, 3], ["KV-4"]),
+]
+
+
+@pytest.mark.parametrize(("window", "first", "count", "before", "table", "hosts", "seen_as"), RINGS)
+def test_a_ring_that_is_swapped_in_and_comes_round_in_the_same_step(
+    *, window: int, first: int, count: int, before: list[int], table: list[int], hosts: list[int], seen_as: list[str]
+) -> None:
     engine = ScriptedEngine(
-        StepPlan(step=0, sequences=[row("r0", 2, [1])]),
+        StepPlan(step=0, sequences=[row("r0", first, before)]),
         StepPlan(
             step=1,
             preempted=[Preemption(request_id="r0", mode="swap")],
-            moves=[BlockMove("swap_out", 1, 0)],
+            moves=[BlockMove("swap_out", block, host) for host, block in enumerate(dict.fromkeys(before))],
         ),
-        StepPlan(step=2, sequences=[row_of_three], moves=[BlockMove("swap_in", host, 2)]),
+        StepPlan(
+            step=2,
+            sequences=[
+                SequencePlan(request_id="r0", first=first, num_tokens=count, block_tables=[table], samples=True)
+            ],
+            moves=[BlockMove("swap_in", host, block) for host, block in zip(hosts, table, strict=False)],
+        ),
         features=FEATURES,
     )
     config = EngineConfig(
@@ -123,12 +142,11 @@ def test_a_ring_that_is_swapped_in_and_comes_round_in_the_same_step(host: int, s
         block_size=2,
         max_model_len=16,
         enable_chunked_prefill=True,
-        sliding_window=4,
+        sliding_window=window,
         preemption_mode="swap",
-        num_swap_blocks=2,
+        num_swap_blocks=4,
     )
-    judged = {"KV-1", "KV-4", "ACC-3"}
-    session = Session(engine, config, judge=judged)
-    for operation in (Add(prompt_len=5, max_tokens=3), Step(3)):
+    session = Session(engine, config, judge={"KV-1", "KV-4", "ACC-3"})
+    for operation in (Add(prompt_len=first + count, max_tokens=3), Step(3)):
         session.apply(operation)
     assert [violation.requirement for violation in session.violations] == seen_as
