@@ -199,8 +199,9 @@ def replay_command(
     if result.execution.violations:
         first = result.execution.violations[0]
         print_violation(console, first)
-        if watchdog is not None and first.got.startswith((EngineHung.__name__, MemoryExhausted.__name__)):
-            wrapped(console, f"stopped  this time at {watchdog.stopped_at}", INDENT)
+        stopped_at = watchdog.stopped_at if watchdog is not None else ""
+        if stopped_at and first.got.startswith((EngineHung.__name__, MemoryExhausted.__name__)):
+            wrapped(console, f"stopped  this time at {stopped_at}", INDENT)
     else:
         wrapped(console, result.reason)
     version = result.execution.engine_version

@@ -23,6 +23,11 @@ FEATURES: frozenset[Feature] = frozenset(
 ADD = Add(prompt_len=7, max_tokens=3)
 
 
+def small_pool(**config: object) -> EngineConfig:
+    fields = {"num_blocks": 12, "block_size": 2, "max_model_len": 16, "enable_chunked_prefill": True} | config
+    return EngineConfig(**fields)  # type: ignore[arg-type]  # of fields of several types
+
+
 def row(name: str, count: int, table: list[int]) -> SequencePlan:
     return SequencePlan(request_id=name, first=0, num_tokens=count, block_tables=[table], samples=False)
 
@@ -35,9 +40,7 @@ def broken(second: StepPlan, **config: object) -> list[str]:
 
 def seen(before: list[StepPlan], last: StepPlan, **config: object) -> list[str]:
     """What is broken when r1 comes before the ``last`` step."""
-    engine = ScriptedEngine(*before, last, features=FEATURES)
-    fields = {"num_blocks": 12, "block_size": 2, "max_model_len": 16, "enable_chunked_prefill": True} | config
-    session = Session(engine, EngineConfig(**fields))  # type: ignore[arg-type]  # of fields of several types
+    session = Session(ScriptedEngine(*before, last, features=FEATURES), small_pool(**config))
     for operation in (ADD, Step(len(before)), ADD, Step()):
         session.apply(operation)
     return [violation.requirement for violation in session.violations]
@@ -137,15 +140,7 @@ def test_a_ring_that_is_swapped_in_and_comes_round_in_the_same_step(
         ),
         features=FEATURES,
     )
-    config = EngineConfig(
-        num_blocks=12,
-        block_size=2,
-        max_model_len=16,
-        enable_chunked_prefill=True,
-        sliding_window=window,
-        preemption_mode="swap",
-        num_swap_blocks=4,
-    )
+    config = small_pool(sliding_window=window, preemption_mode="swap", num_swap_blocks=4)
     session = Session(engine, config, judge={"KV-1", "KV-4", "ACC-3"})
     for operation in (Add(prompt_len=first + count, max_tokens=3), Step(3)):
         session.apply(operation)
